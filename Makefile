@@ -1,0 +1,43 @@
+# Needs Python 3.11 or newer and make, nothing else. `make` alone lists the targets.
+
+# PYTHON=... chooses another interpreter for .venv. A python3.11 that is only a shim without a Python behind it is skipped.
+PYTHON ?= $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python3)
+BIN := .venv/bin
+# More arguments for pytest: make test ARGS="tests/test_chain.py -x"
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1: \2/p' Makefile
+
+venv: .venv/.installed ## make .venv with everything for training and development
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("cnmm needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make venv PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "installing into .venv (first time only, about 2 minutes)"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[train,dev]"
+	@touch $@
+
+demo: .venv/.installed ## train a small mixture on the embedded sample; pictures go to demo/
+	$(BIN)/python examples/demo.py
+
+test: .venv/.installed ## run all tests in two processes of one thread each
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(ARGS)
+
+check: .venv/.installed ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed ## fix what ruff can fix, and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv, caches, builds and the demo's pictures
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

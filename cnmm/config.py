@@ -1,0 +1,104 @@
+"""What a mixture is, as a value: one frozen tree that the library, the flags and config.json share. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+FORMAT_VERSION = 1
+
+Task = Literal["classification", "segmentation"]
+Exits = Literal["all", "last"]
+Mixing = Literal["gates", "sum"]
+GateInit = Literal["half", "uniform"]
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "task": ("classification", "segmentation"),
+    "stem_stride": (1, 2, 4),
+    "exits": ("all", "last"),
+    "mixing": ("gates", "sum"),
+    "gate_init": ("half", "uniform"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """The shape of a mixture (paper, section 4, "Base architecture")."""
+
+    name: str
+    """The zoo model it was made from."""
+    task: Task = "classification"
+    blocks: int = 6
+    """B: blocks of computation, each with an exit at its end."""
+    scales: int = 3
+    """S: feature maps per block, each at half the resolution and with twice the channels of the one before."""
+    channels: int = 64
+    """C: channels of the finest maps; a multiple of 4."""
+    num_classes: int = 10
+    in_chans: int = 3
+    input_size: tuple[int, int] = (32, 32)
+    """Height and width that macs and pictures refer to; the network takes any size that its scales allow."""
+    stem_stride: int = 1
+    """1, 2 or 4: how much smaller the first map is than the image."""
+    exits: Exits = "all"
+    """"all": a classifier at the end of every block; "last": one final classifier only (CNMM-single)."""
+    mixing: Mixing = "gates"
+    """"gates": the mixture; "sum": the deterministic variant of the ablation, all weights one."""
+    gate_init: GateInit = "half"
+    """"half": every gate starts at 1/2; "uniform": at 1/k, so that every input of a map starts with equal weight."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_size", tuple(self.input_size))  # JSON has no tuples
+        for field, allowed in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(f"{field}={value!r}: allowed are {', '.join(repr(a) for a in allowed)}")
+        for field in ("blocks", "scales", "channels", "num_classes", "in_chans"):
+            value = getattr(self, field)
+            if not _is_count(value):
+                raise ValueError(f"{field}={value!r}: a whole number of at least 1 is needed")
+        if self.channels % 4:
+            near = max(4, round(self.channels / 4) * 4)
+            raise ValueError(f"channels={self.channels}: a multiple of 4 is needed, for example channels={near}")
+        check_input_size(self, self.input_size)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the output H_T: 512 for classification, those of H_1 for segmentation."""
+        return 512 if self.task == "classification" else self.channels
+
+    @property
+    def exit_numbers(self) -> tuple[int, ...]:
+        """The exits that have a classifier, numbered from 1."""
+        return tuple(range(1, self.blocks + 1)) if self.exits == "all" else (self.blocks,)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(
+                f"unknown field {unknown[0]!r} in the model's config; known are {', '.join(sorted(known))}"
+            )
+        return cls(**data)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_input_size(config: MixtureConfig, size: Sequence[int]) -> None:
+    """Refuses images so small that a scale would have nothing left to halve."""
+    if len(size) != 2 or not all(_is_count(side) for side in size):
+        raise ValueError(f"input_size={size!r}: two whole numbers (height, width) of at least 1 are needed")
+    least = config.stem_stride * 2 ** (config.scales - 1)
+    if min(size) < least:
+        raise ValueError(
+            f"input_size={size[0]}x{size[1]} is too small for stem_stride={config.stem_stride} and "
+            f"{config.scales} scales: at least {least}x{least} is needed; use larger images or fewer scales"
+        )

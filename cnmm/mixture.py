@@ -1,0 +1,340 @@
+"""The mixture as one network: every map, every exit, at any operating point (paper, sections 3.2 to 3.4).
+
+The operating point is an argument of the pass, never a state of the module: two threads may run two points at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cnmm import blocks
+from cnmm.chain import Chain, break_sticks, initial_logits
+from cnmm.config import MixtureConfig, check_input_size
+from cnmm.cost import classifier_sizes
+from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
+from cnmm.prune import check_classifier
+
+Gates = Literal["expectation", "relaxed", "hard"]
+"""How a pass gets its gates: the learned probabilities, or one relaxed or hard sample of them."""
+
+
+class Map(nn.Module):
+    """One feature map H_j: the edges into it, the statistics of H_j and the part that the edges out of it share."""
+
+    shared: blocks.Shared | None
+
+    def __init__(self, sources: Iterable[int], widths: list[int], width: int, *, shared: bool, prelu: bool) -> None:
+        super().__init__()
+        self.sources = tuple(sources)
+        self.mix = blocks.Mix(widths, width, prelu=prelu)
+        self.statistics = blocks.Statistics(width)
+        self.shared = blocks.Shared(width, prelu=prelu) if shared else None
+        self.kept_statistics = blocks.Statistics(width // 4) if shared else None
+        self.pooled_statistics = blocks.Statistics(width // 4) if shared else None
+
+
+class Mixture(nn.Module):
+    """A Convolutional Neural Mixture Model. `cnmm.create_model` makes one by name."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.lattice: Lattice = build_lattice(config)
+        if config.mixing == "gates":
+            self.gate_logits = nn.Parameter(torch.tensor(initial_logits(self.lattice, config.gate_init)))
+        lattice, prelu = self.lattice, config.task == "segmentation"
+        stem = config.channels // 4
+        self.stem = blocks.uniform_(torch.empty(stem, config.in_chans, 3, 3), 9 * config.in_chans)
+        self.stem_statistics = blocks.Statistics(stem)
+
+        self.maps = nn.ModuleDict()
+        read = {i for i, j in lattice.edges if j != lattice.output or prelu}
+        for node in range(1, lattice.output):
+            sources = lattice.inputs[node]
+            if node > 1:  # kept inputs first, then those that are pooled: equal widths side by side
+                sources = tuple(sorted(sources, key=lambda i, node=node: (lattice.falls((i, node)), i)))  # type: ignore[misc]
+            widths = [self._width(i) // 4 if i else stem for i in sources]
+            self.maps[str(node)] = Map(sources, widths, self._width(node), shared=node in read, prelu=prelu)
+
+        self.outputs = nn.ModuleDict()
+        self.classifiers = nn.ModuleDict()
+        for scale in range(config.scales):
+            feeding = [i for i in lattice.inputs[lattice.output] if lattice.scale(i) == scale]
+            if not feeding:
+                continue
+            width = channels(config, scale)
+            self.outputs[str(scale)] = (
+                blocks.Mix([width // 4] * len(feeding), config.out_channels, prelu=True)
+                if prelu
+                else blocks.VectorOutput(len(feeding), width, config.out_channels)
+            )
+        for exit in config.exit_numbers:
+            self.classifiers[str(exit)] = (
+                blocks.PixelClassifier(config.out_channels, config.num_classes)
+                if prelu
+                else nn.Linear(config.out_channels, config.num_classes)
+            )
+
+    @property
+    def chain(self) -> Chain:
+        """The distribution over networks that the gates define."""
+        if self.config.mixing == "sum":
+            raise ValueError("mixing='sum' has no gates, so no distribution over networks and no cutting")
+        return Chain(self.lattice, self.gate_logits)
+
+    def forward(
+        self,
+        x: Tensor,
+        point: OperatingPoint | None = None,
+        *,
+        gates: Gates | Tensor = "expectation",
+        group: int | None = None,
+        temperature: float = 2.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Logits [N, classes] or [N, classes, height, width] at an operating point (default: the full last exit).
+
+        Images are float, normalised; if they are bfloat16, so are all activations. `gates`: the expectation, a
+        "relaxed" sample (with its `temperature`) or a "hard" one, or values [edges] or [draws, edges] in the order of
+        `lattice.edges`. A sample is drawn for every `group` images (1: each image its own; None: one for the batch).
+        """
+        exit = check_classifier(self.config, self.lattice, point.exit if point else None)
+        edges = self.live_edges(point)
+        return self._run(x, edges, (exit,), self._draw(gates, x, group, temperature, generator))[exit]
+
+    def forward_exits(
+        self,
+        x: Tensor,
+        point: OperatingPoint | None = None,
+        *,
+        gates: Gates | Tensor = "expectation",
+        group: int | None = None,
+        temperature: float = 2.0,
+        generator: torch.Generator | None = None,
+    ) -> dict[int, Tensor]:
+        """Logits of every exit from one pass and one draw of the gates; of a point, those of the exits it reaches."""
+        edges = self.live_edges(point)
+        last = point.exit if point else self.lattice.num_exits
+        first = min(i for i, j in edges if j == self.lattice.output)
+        exits = [k for k in self.config.exit_numbers if k <= last and self.lattice.exits[k - 1] >= first]
+        return self._run(x, edges, tuple(exits), self._draw(gates, x, group, temperature, generator))
+
+    @torch.no_grad()
+    def monte_carlo(
+        self,
+        x: Tensor,
+        num_samples: int,
+        point: OperatingPoint | None = None,
+        *,
+        hard: bool = False,
+        temperature: float = 2.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Class probabilities averaged over samples of the gates, drawn anew for each image (the paper's table 1)."""
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples}: at least 1 is needed")
+        if self.training:
+            raise ValueError("monte_carlo uses the running statistics; call model.eval() first")
+        total = torch.zeros(())
+        for _ in range(num_samples):
+            logits = self(
+                x,
+                point,
+                gates="hard" if hard else "relaxed",
+                group=1,
+                temperature=temperature,
+                generator=generator,
+            )
+            total = total + logits.float().softmax(1)
+        return total / num_samples
+
+    def live_edges(self, point: OperatingPoint | None = None) -> frozenset[Edge]:
+        """The edges that a pass at this point evaluates."""
+        if point is None:
+            return self.lattice.exit_edges()
+        unknown = sorted(point.edges - set(self.lattice.edges))
+        if unknown:
+            raise ValueError(
+                f"point {point.name!r} has edge {unknown[0][0]}->{unknown[0][1]}, which {self.config.name!r} does not; "
+                "take points from cutting_order(model, exit=...) of the same model"
+            )
+        if self.config.mixing == "sum" and point.edges != self.lattice.exit_edges(point.exit):
+            raise ValueError(f"point {point.name!r}: mixing='sum' has no cutting; use the full exit, e{point.exit}c0")
+        live = self.lattice.exit_edges(point.exit, point.edges)
+        if not live:
+            raise ValueError(f"point {point.name!r}: its edges do not lead from the image to exit {point.exit}")
+        return live
+
+    def _width(self, node: int) -> int:
+        return channels(self.config, self.lattice.scale(node))
+
+    def _draw(
+        self,
+        gates: Gates | Tensor,
+        x: Tensor,
+        group: int | None,
+        temperature: float,
+        generator: torch.Generator | None,
+    ) -> Tensor | None:
+        """Gate values [G, edges], G a divisor of the number of images."""
+        self._check_images(x)
+        num, num_edges = x.shape[0], len(self.lattice.edges)
+        if self.config.mixing == "sum":
+            if isinstance(gates, Tensor) or gates != "expectation":
+                raise ValueError("mixing='sum' has no gates to sample; leave gates='expectation'")
+            return None
+        if group is not None and group < 1:
+            raise ValueError(f"group={group}: a number of images of at least 1, or None for the whole batch")
+        group = min(group or num, num)
+        draws = -(-num // group)
+        if isinstance(gates, Tensor):
+            values = gates.expand(1, -1) if gates.dim() == 1 else gates
+            if values.shape not in ((1, num_edges), (draws, num_edges)):
+                raise ValueError(
+                    f"gates of shape {tuple(gates.shape)}: ({num_edges},) or ({draws}, {num_edges}) is needed for "
+                    f"{num} images in groups of {group}"
+                )
+        elif gates == "expectation":
+            values = self.gate_logits.sigmoid()[None]
+        elif gates == "relaxed":
+            values = self.chain.rsample((draws,), temperature=temperature, generator=generator)
+        elif gates == "hard":
+            values = self.chain.sample((draws,), generator=generator)
+        else:
+            raise ValueError(
+                f"gates={gates!r}: allowed are 'expectation', 'relaxed', 'hard' or a tensor of gate values"
+            )
+        if values.shape[0] == 1:
+            return values
+        equal = math.gcd(num, group)  # groups of equal size, where the last one would be smaller
+        return values.repeat_interleave(group // equal, 0)[: num // equal]
+
+    def _check_images(self, x: Tensor) -> None:
+        config = self.config
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"images of shape {tuple(x.shape)}, {x.dtype}: float [N, {config.in_chans}, height, width]"
+            )
+        if x.shape[1] != config.in_chans:
+            raise ValueError(
+                f"images with {x.shape[1]} channels: {config.name!r} takes {config.in_chans}; convert the images or "
+                f"create_model(..., in_chans={x.shape[1]})"
+            )
+        check_input_size(config, (x.shape[2], x.shape[3]))
+        least = 2 if self.training and config.task == "classification" else 1
+        if x.shape[0] < least:
+            raise ValueError(f"a batch of {x.shape[0]} images: training needs at least {least}, or call model.eval()")
+
+    def _run(
+        self, x: Tensor, edges: frozenset[Edge], exits: tuple[int, ...], gates: Tensor | None
+    ) -> dict[int, Tensor]:
+        """Evaluates the edges, map after map, and the exits as soon as their block is done."""
+        lattice = self.lattice
+        largest = self.config.task == "segmentation"
+        x = x if x.dtype == torch.bfloat16 else x.to(self.stem.dtype)
+        taken = None if gates is None else dict(zip(lattice.edges, gates.unbind(-1), strict=True))
+        weights = self._weights(edges, taken)
+        readers: dict[int, set[bool]] = {}  # of each map's shared part: does the resolution fall?
+        for i, j in edges:
+            if i and (j != lattice.output or largest):
+                readers.setdefault(i, set()).add(j != lattice.output and lattice.falls((i, j)))
+
+        x = x.contiguous(memory_format=torch.channels_last)
+        stride = 1 if self.config.stem_stride == 1 else 2
+        stem = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
+        tensors = {(0, False): self.stem_statistics.normalise(stem)}  # (map, pooled?): normalised input of its edges
+        maps: dict[int, Tensor] = {}  # H_i, of those that the output reads itself
+        output = _Output(self, edges, taken, x)
+        logits: dict[int, Tensor] = {}
+        alive = {j for _, j in edges}
+        for node in range(1, lattice.exits[exits[-1] - 1] + 1):
+            if node in alive:
+                this = cast(Map, self.maps[str(node)])
+                index = [k for k, i in enumerate(this.sources) if (i, node) in edges]
+                sources = [this.sources[k] for k in index]
+                inputs = [tensors[i, i > 0 and lattice.falls((i, node))] for i in sources]
+                h = this.mix(inputs, index, torch.stack([weights[i, node] for i in sources], -1))
+                if node == 1 and self.config.stem_stride == 4:
+                    h = blocks.pool(h, largest=True)
+                kinds = readers.get(node, set())
+                if kinds:
+                    z = cast(blocks.Shared, this.shared)(h, this.statistics)
+                    if False in kinds:
+                        tensors[node, False] = cast(blocks.Statistics, this.kept_statistics).normalise(z)
+                    if True in kinds:
+                        pooled = blocks.pool(z, largest=largest)
+                        tensors[node, True] = cast(blocks.Statistics, this.pooled_statistics).normalise(pooled)
+                if (node, lattice.output) in edges and not largest:
+                    maps[node] = output.read(node, h, this.statistics, update=not kinds)
+                elif (node, lattice.output) in edges:
+                    maps[node] = tensors[node, False]
+            if node in lattice.exits and lattice.exits.index(node) + 1 in exits:
+                exit = lattice.exits.index(node) + 1
+                logits[exit] = output.exit(exit, maps)
+        return logits
+
+    def _weights(self, edges: Iterable[Edge], taken: Mapping[Edge, Tensor] | None) -> dict[Edge, Tensor]:
+        """Mixing weights [G] of the edges: stick-breaking of the gates, or all ones in the deterministic variant."""
+        one = self.stem.new_ones(1)
+        if taken is None:
+            return dict.fromkeys(edges, one)
+        groups = next(iter(taken.values())).shape[0]
+        return {edge: one.expand(groups) * w for edge, w in break_sticks(edges, taken).items()}
+
+
+class _Output:
+    """The output H_T of one pass, exit after exit: Eq. (7) with s_t = T. Every edge into it is evaluated once."""
+
+    def __init__(self, model: Mixture, edges: frozenset[Edge], taken: Mapping[Edge, Tensor] | None, x: Tensor) -> None:
+        self.model, self.taken, self.x = model, taken, x
+        self.lattice = model.lattice
+        self.sources = sorted(i for i, j in edges if j == self.lattice.output)
+        self.mixed: dict[int, Tensor] = {}  # by scale: the mixture of the inputs so far, at their own resolution
+
+    def read(self, node: int, h: Tensor, statistics: blocks.Statistics, *, update: bool) -> Tensor:
+        """BN-ReLU-GP of a map, for classification."""
+        output = cast(blocks.VectorOutput, self.model.outputs[str(self.lattice.scale(node))])
+        return output.pool(h, self._position(node), statistics, update=update)
+
+    def exit(self, exit: int, maps: dict[int, Tensor]) -> Tensor:
+        """Mixes the maps in that have come since the last exit (and forgets them), then classifies."""
+        model, lattice = self.model, self.lattice
+        T = lattice.output
+        seen = [i for i in self.sources if i <= lattice.exits[exit - 1]]
+        weights = model._weights([(i, T) for i in seen], self.taken)
+        if self.mixed and self.taken is not None:
+            left = torch.stack([1 - self.taken[i, T] for i in maps], -1).prod(-1) if maps else None
+            for scale, h in self.mixed.items():
+                self.mixed[scale] = h if left is None else h * _per_image(left, h)
+        for scale in sorted({lattice.scale(i) for i in maps}):
+            new = [i for i in sorted(maps) if lattice.scale(i) == scale]
+            mix_GE = torch.stack([weights[i, T] for i in new], -1)
+            h = model.outputs[str(scale)]([maps[i] for i in new], [self._position(i) for i in new], mix_GE)
+            self.mixed[scale] = self.mixed[scale] + h if scale in self.mixed else h
+        maps.clear()
+        classifier = model.classifiers[str(exit)]
+        if model.config.task == "classification":
+            (h,) = self.mixed.values()
+            return cast(Tensor, classifier(h))
+        size = (self.x.shape[2], self.x.shape[3])
+        first = map_sizes(model.config, size)[0]
+        h = functools.reduce(torch.add, (blocks.upsample(h, first) for h in self.mixed.values()))
+        return cast(Tensor, classifier(h, classifier_sizes(model.config, size)))
+
+    def _position(self, node: int) -> int:
+        """Which of its scale's edges into the output this map's is."""
+        scale = self.lattice.scale(node)
+        return [i for i in self.lattice.inputs[self.lattice.output] if self.lattice.scale(i) == scale].index(node)
+
+
+def _per_image(values_G: Tensor, like: Tensor) -> Tensor:
+    """One factor per group of images, shaped to multiply `like` [N, ...]."""
+    factors = values_G.repeat_interleave(like.shape[0] // values_G.shape[0])
+    return factors.view(-1, *[1] * (like.dim() - 1)).to(like.dtype)

@@ -1,0 +1,119 @@
+"""Cutting order per exit (paper, section 3.4, "Network pruning"). Torch-free.
+
+The edge that the fewest networks use is cut, the flow is computed anew, and so on until one network is left. To cut is
+to set the gate to zero: the edge's weight passes to the older inputs of its map. A map that no path uses any more
+vanishes with its shared part and its edges, which are not counted as cuts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Protocol, get_args
+
+from cnmm.chain import Chain, break_sticks, flow
+from cnmm.config import MixtureConfig
+from cnmm.cost import CostTable
+from cnmm.lattice import Dag, Edge, OperatingPoint, build_lattice
+
+Rule = Literal["flow", "flow_per_mac"]
+"""Which edge is cut next: that of least flow (the paper's), or of least flow per mac that vanishes with it."""
+
+_LETTERS: dict[str, Rule] = {"c": "flow", "m": "flow_per_mac"}
+_TIE = 1e-9  # flows that differ by less, relatively, are equal but for rounding
+
+
+class Mixable(Protocol):
+    """What cutting needs of a mixture: a trained one, or a plan of one."""
+
+    @property
+    def config(self) -> MixtureConfig: ...
+    @property
+    def chain(self) -> Chain: ...
+
+
+def cutting_order(model: Mixable, exit: int | None = None, *, rule: Rule = "flow") -> list[OperatingPoint]:
+    """All operating points of an exit: the k-th has k cuts, the last is a single network."""
+    if rule not in get_args(Rule):
+        raise ValueError(f"rule={rule!r}: allowed are {', '.join(get_args(Rule))}")
+    lattice = build_lattice(model.config)
+    exit = check_classifier(model.config, lattice, exit)
+    letter = next(letter for letter, name in _LETTERS.items() if name == rule)
+    if model.config.mixing == "sum":  # no gates, so nothing says what to cut
+        steps = [lattice.exit_edges(exit)]
+    else:
+        steps = _cut(model.chain.detach(), exit, CostTable.of(model.config) if rule == "flow_per_mac" else None)
+    return [OperatingPoint(exit=exit, edges=edges, name=f"e{exit}{letter}{cuts}") for cuts, edges in enumerate(steps)]
+
+
+def named_point(model: Mixable, name: str) -> OperatingPoint:
+    """The operating point of a name like "e5c37": exit 5, 37 cuts by the flow rule ("m": flow per mac)."""
+    match = re.fullmatch(r"e(\d+)([cm])(\d+)", name)
+    if not match:
+        raise ValueError(f"point {name!r}: a name like e5c37 is needed (exit 5, 37 cuts; m instead of c: flow per mac)")
+    exit, letter, cuts = int(match[1]), match[2], int(match[3])
+    numbers = model.config.exit_numbers
+    if exit not in numbers:
+        raise ValueError(f"point {name!r}: there is no exit {exit}; allowed are {', '.join(map(str, numbers))}")
+    order = cutting_order(model, exit, rule=_LETTERS[letter])
+    if cuts >= len(order):
+        raise ValueError(
+            f"point {name!r}: exit {exit} has 0 to {len(order) - 1} cuts; try e{exit}{letter}{len(order) - 1}"
+        )
+    return order[cuts]
+
+
+def check_classifier(config: MixtureConfig, dag: Dag, exit: int | None) -> int:
+    """The exit's number, if it has a classifier; None is the last exit."""
+    exit = dag.check_exit(exit)
+    if exit not in config.exit_numbers:
+        raise ValueError(f"exit={exit}: this mixture has one final classifier only; use exit={config.blocks}")
+    return exit
+
+
+def _cut(chain: Chain, exit: int, costs: CostTable | None) -> list[frozenset[Edge]]:
+    """The surviving edges after 0, 1, 2, ... cuts."""
+    dag, gates = chain.dag, chain.gates()
+    alive = dag.exit_edges(exit)
+    readers: dict[int, set[int]] = {node: set() for node in range(dag.output + 1)}
+    inputs: dict[int, set[int]] = {node: set() for node in range(dag.output + 1)}
+    for i, j in alive:
+        readers[i].add(j)
+        inputs[j].add(i)
+
+    steps = [alive]
+    while candidates := [(i, j) for i, j in alive if len(inputs[j]) > 1]:
+        used = flow(dag, break_sticks(alive, gates))
+        if costs is not None:
+            used = {edge: used[edge] / _macs_saved(edge, readers, inputs, costs) for edge in candidates}
+        least = min(used[edge] for edge in candidates)
+        ties = [edge for edge in candidates if used[edge] <= least * (1 + _TIE)]
+        gone = _vanishing(max(ties, key=lambda edge: (edge[1], edge[0])), readers, inputs)
+        for i, j in gone:
+            readers[i].discard(j)
+            inputs[j].discard(i)
+        alive = alive - gone
+        steps.append(alive)
+    return steps
+
+
+def _vanishing(edge: Edge, readers: dict[int, set[int]], inputs: dict[int, set[int]]) -> set[Edge]:
+    """The edge itself and all edges into maps that nothing reads any more once it is cut."""
+    gone = {edge}
+    pending = [edge[0]]
+    while pending:
+        node = pending.pop()
+        if all((node, reader) in gone for reader in readers[node]):
+            gone.update((source, node) for source in inputs[node])
+            pending.extend(inputs[node])
+    return gone
+
+
+def _macs_saved(edge: Edge, readers: dict[int, set[int]], inputs: dict[int, set[int]], costs: CostTable) -> int:
+    """All macs that vanish along with a cut: edges, and shared parts that no surviving edge reads."""
+    gone = _vanishing(edge, readers, inputs)
+    saved = sum(costs.edges[lost].macs for lost in gone)
+    for node in {i for i, _ in gone}:
+        sharing = [(node, reader) for reader in readers[node] if costs.reads_shared((node, reader))]
+        if sharing and all(reader in gone for reader in sharing):
+            saved += costs.shared[node].macs
+    return saved

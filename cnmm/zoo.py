@@ -1,0 +1,152 @@
+"""The zoo: named models and how to make one. Torch-free until a model is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from cnmm.chain import Chain, initial_logits
+from cnmm.config import MixtureConfig
+from cnmm.lattice import build_lattice
+
+if TYPE_CHECKING:
+    from cnmm.mixture import Mixture
+
+_REGISTRY: dict[str, Callable[[], MixtureConfig]] = {}
+
+INSTALL_TRAIN = 'pip install "cnmm[train]"'
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model without its weights: its config and its distribution over networks. Needs no torch."""
+
+    config: MixtureConfig
+    logits: tuple[float, ...] | None = None
+    """Trained gate logits; None: those before training."""
+
+    @cached_property
+    def chain(self) -> Chain:
+        lattice = build_lattice(self.config)
+        return Chain(lattice, self.logits or initial_logits(lattice, self.config.gate_init))
+
+
+def register_model(function: Callable[[], MixtureConfig]) -> Callable[[], MixtureConfig]:
+    """Registers a function that returns a config; its name is the model's name, its docstring the description."""
+    _REGISTRY[function.__name__] = function
+    return function
+
+
+def list_models(pattern: str = "") -> list[str]:
+    """Names of the zoo's models, those that contain `pattern`."""
+    return sorted(name for name in _REGISTRY if pattern in name)
+
+
+def describe_model(name: str) -> str:
+    """One line on what a model is for."""
+    _check_name(name)
+    return (_REGISTRY[name].__doc__ or "").strip()
+
+
+def model_plan(name: str, **overrides: Any) -> Plan:
+    """A model by name without building it. `overrides` are fields of `MixtureConfig`."""
+    _check_name(name)
+    config = _REGISTRY[name]()
+    allowed = sorted({field.name for field in dataclasses.fields(config)} - {"name"})
+    for field in overrides:
+        if field not in allowed:
+            near = difflib.get_close_matches(field, allowed, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown option {field!r}: allowed are {', '.join(allowed)}{hint}")
+    return Plan(dataclasses.replace(config, **overrides))
+
+
+def create_model(name: str, **overrides: Any) -> Mixture:
+    """Builds an untrained model by name: `create_model("cnmm_b6s3", num_classes=100)`."""
+    plan = model_plan(name, **overrides)
+    model: Mixture = require_torch().Mixture(plan.config)
+    return model
+
+
+def require_torch() -> Any:
+    """The module that needs torch, or one line that says how to install it."""
+    try:
+        from cnmm import mixture
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ValueError(f"this needs torch, which is not installed; install it with: {INSTALL_TRAIN}") from None
+    return mixture
+
+
+def _check_name(name: str) -> None:
+    if name in _REGISTRY:
+        return
+    near = difflib.get_close_matches(re.sub(r"[-. ]", "_", name.lower()), _REGISTRY, 3, 0.5)
+    hint = f"nearest are {', '.join(near)}" if near else f"allowed are {', '.join(list_models())}"
+    raise ValueError(f"unknown model {name!r}: {hint}; `cnmm models` lists all")
+
+
+@register_model
+def cnmm_b6s3() -> MixtureConfig:
+    """The paper's CIFAR model: 6 blocks, 3 scales, 64 channels, 32x32 images."""
+    return MixtureConfig(name="cnmm_b6s3")
+
+
+@register_model
+def cnmm_b12s3() -> MixtureConfig:
+    """The paper's larger CIFAR model: 12 blocks, 3 scales, 64 channels, 32x32 images."""
+    return MixtureConfig(name="cnmm_b12s3", blocks=12)
+
+
+@register_model
+def cnmm_seg_b5s5() -> MixtureConfig:
+    """The paper's Cityscapes model: segmentation, 5 blocks, 5 scales, 48 channels, 512x1024 images."""
+    return MixtureConfig(
+        name="cnmm_seg_b5s5",
+        task="segmentation",
+        blocks=5,
+        scales=5,
+        channels=48,
+        num_classes=19,
+        stem_stride=4,
+        input_size=(512, 1024),
+    )
+
+
+@register_model
+def cnmm_b5s4() -> MixtureConfig:
+    """Photos of 224 pixels: 5 blocks, 4 scales, 64 channels, stem stride 4."""
+    return MixtureConfig(name="cnmm_b5s4", blocks=5, scales=4, stem_stride=4, input_size=(224, 224))
+
+
+@register_model
+def cnmm_b4s3_c32() -> MixtureConfig:
+    """Training on a CPU: 4 blocks, 3 scales, 32 channels, 32x32 images."""
+    return MixtureConfig(name="cnmm_b4s3_c32", blocks=4, channels=32)
+
+
+@register_model
+def cnmm_tiny() -> MixtureConfig:
+    """Tests and the demo: 3 blocks, 2 scales, 16 channels, 28x28 grey images."""
+    return MixtureConfig(name="cnmm_tiny", blocks=3, scales=2, channels=16, in_chans=1, input_size=(28, 28))
+
+
+@register_model
+def cnmm_seg_tiny() -> MixtureConfig:
+    """Tests and the demo: segmentation, 2 blocks, 3 scales, 16 channels, 64x64 images."""
+    return MixtureConfig(
+        name="cnmm_seg_tiny",
+        task="segmentation",
+        blocks=2,
+        scales=3,
+        channels=16,
+        num_classes=5,
+        stem_stride=4,
+        input_size=(64, 64),
+    )

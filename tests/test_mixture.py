@@ -1,0 +1,558 @@
+"""The fast mixture against the literal transcription of the paper (tests/reference.py)."""
+
+import copy
+import statistics
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cnmm import create_model, cutting_order, list_models, named_point, network_point
+from cnmm.blocks import Statistics
+from tests.matching import gradient_pairs, reference_of, statistics_pairs
+from tests.reference import enumerate_networks, run_network
+
+# Small images: every scale still has more than one pixel, and a coarsest map of a batch enough of them for statistics.
+SIZES = {
+    "cnmm_tiny": (11, 14),
+    "cnmm_seg_tiny": (37, 32),
+    "cnmm_b4s3_c32": (8, 8),
+    "cnmm_b6s3": (9, 8),
+    "cnmm_b12s3": (8, 8),
+    "cnmm_b5s4": (64, 64),
+    "cnmm_seg_b5s5": (128, 128),
+}
+BATCH = 6
+# How the gates are drawn: (mode, images per draw). Groups of 4 leave a smaller one at the end of the batch.
+GATES = {
+    "expectation": ("expectation", None),
+    "relaxed, per batch": ("relaxed", None),
+    "relaxed, per group": ("relaxed", 2),
+    "relaxed, uneven groups": ("relaxed", 4),
+    "relaxed, per image": ("relaxed", 1),
+    "hard, per image": ("hard", 1),
+}
+QUICK = ["cnmm_tiny", "cnmm_seg_tiny", "cnmm_b4s3_c32"]
+LARGE = ["cnmm_b6s3", "cnmm_b12s3", "cnmm_b5s4", "cnmm_seg_b5s5"]
+
+
+def scrambled(name, *, seed=0, training=True, **options):
+    """A model in float64 whose parameters, gates and statistics are all different from their initial values."""
+    torch.manual_seed(seed)
+    model = create_model(name, **options).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        if "gate_logits" in model._parameters:
+            model.gate_logits.mul_(5)
+        for buffer in model.buffers():
+            buffer.add_(0.2 * torch.rand_like(buffer))
+    return model.train(training)
+
+
+def some_data(model, batch=BATCH, size=None):
+    size = size or SIZES[model.config.name]
+    x = torch.randn(batch, model.config.in_chans, *size, dtype=torch.float64)
+    labels = (batch,) if model.config.task == "classification" else (batch, *size)
+    return x, torch.randint(model.config.num_classes, labels)
+
+
+def gate_values(model, mode, group, batch=BATCH):
+    draws = (-(-batch // (group or batch)),)
+    if mode == "expectation":
+        return model.gate_logits.detach().sigmoid()[None]
+    return (model.chain.rsample(draws) if mode == "relaxed" else model.chain.sample(draws)).detach()
+
+
+def per_image(model, values, group, batch=BATCH):
+    """The same gates as the reference takes them: for each edge, one value per image."""
+    draw = torch.arange(batch) // (group or batch)
+    rows = values if values.shape[0] == 1 else values[draw]
+    return dict(zip(model.lattice.edges, rows.expand(batch, -1).unbind(-1), strict=True))
+
+
+def loss(logits, labels):
+    return sum(F.cross_entropy(exit, labels) for exit in logits.values())
+
+
+def pass_of(model, x, labels, values, group, point=None):
+    values = values.clone().requires_grad_()
+    logits = model.forward_exits(x, point, gates=values, group=group)
+    loss(logits, labels).backward()
+    return logits, values.grad
+
+
+def reference_pass(model, reference, x, labels, values, group, point=None, exits=None):
+    values = values.clone().requires_grad_()
+    logits = reference(x, per_image(model, values, group, len(x)), point and point.edges, exits)
+    loss(logits, labels).backward()
+    return logits, values.grad
+
+
+def assert_close(name, ours, theirs, scale=None, relative=1e-8):
+    """Norm-wise; where the true value is zero (a shift before a BN has no gradient), 1e-12 of the whole counts."""
+    error = (ours - theirs).norm()
+    assert error <= relative * theirs.norm() + 1e-12 * (theirs.norm() if scale is None else scale), (name, error)
+
+
+def compare(model, mode, group, point=None):
+    """Outputs of all exits, gradients of all parameters and gates, and running statistics, in float64."""
+    x, labels = some_data(model)
+    reference = reference_of(model)
+    values = gate_values(model, mode, group)
+    ours, our_gates = pass_of(model, x, labels, values, group, point)
+    theirs, their_gates = reference_pass(model, reference, x, labels, values, group, point, list(ours))
+    for exit in ours:
+        assert_close(f"exit {exit}", ours[exit], theirs[exit])
+    pairs = list(gradient_pairs(model, reference))
+    whole = torch.stack([gradient.norm() for _, _, gradient in pairs]).norm()
+    for name, ours_p, theirs_p in pairs:
+        assert_close(name, ours_p, theirs_p, whole)
+    if their_gates is not None:
+        assert_close("gates", our_gates, their_gates, whole)
+        assert their_gates.any()
+    compare_statistics(model, reference, model.live_edges(point))
+    return pairs
+
+
+def compare_statistics(model, reference, live):
+    """Edges of one kind share our first statistics, so those of a cut edge move with its siblings: not compared."""
+    for name, ours, theirs in statistics_pairs(model, reference):
+        edge = name.split(".")[0].replace("T", str(model.lattice.output)).split("_")
+        if len(edge) == 2 and tuple(map(int, edge)) not in live:
+            continue
+        assert_close(name, ours, theirs)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("name", QUICK)
+def test_fast_is_reference(name, gates, training):
+    compare(scrambled(name, training=training), *GATES[gates])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("cut", [0.3, 0.7])
+def test_fast_is_reference_with_edges_cut(name, gates, training, cut):
+    model = scrambled(name, training=training)
+    order = cutting_order(model)
+    compare(model, *GATES[gates], order[round(cut * (len(order) - 1))])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("gates", ["expectation", "relaxed, uneven groups", "hard, per image"])
+@pytest.mark.parametrize("cuts", [0, 9])
+@pytest.mark.parametrize("name", LARGE)
+def test_fast_is_reference_for_the_large_models(name, gates, training, cuts):
+    model = scrambled(name, training=training)
+    compare(model, *GATES[gates], cutting_order(model)[cuts])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", ["cnmm_tiny", "cnmm_seg_tiny"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stem_stride": 1},
+        {"stem_stride": 2, "in_chans": 2, "num_classes": 3},
+        {"stem_stride": 4, "channels": 8},
+        {"exits": "last"},
+        {"blocks": 1},
+        {"scales": 1, "gate_init": "uniform"},
+    ],
+    ids=str,
+)
+def test_fast_is_reference_for_every_option(name, options, training):
+    options = {"exits": "all", **options}
+    compare(scrambled(name, training=training, **options), "relaxed", 2 if options.get("blocks") != 1 else None)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", ["cnmm_tiny", "cnmm_seg_tiny"])
+def test_the_deterministic_sum_is_the_references(name, training):
+    model = scrambled(name, training=training, mixing="sum")
+    x, labels = some_data(model)
+    reference = reference_of(model)
+    ours, theirs = model.forward_exits(x), reference(x, {})
+    loss(ours, labels).backward()
+    loss(theirs, labels).backward()
+    for exit in ours:
+        assert_close(f"exit {exit}", ours[exit], theirs[exit])
+    pairs = list(gradient_pairs(model, reference))
+    whole = torch.stack([gradient.norm() for _, _, gradient in pairs]).norm()
+    for pair in pairs:
+        assert_close(*pair, whole)
+
+
+@pytest.mark.parametrize("group", [None, 2, 1])
+@pytest.mark.parametrize("name", QUICK)
+def test_three_training_steps_are_the_references(name, group):
+    """Parameters, gates and running statistics after three steps of SGD, new images and gates in each."""
+    model = scrambled(name)
+    reference = reference_of(model)
+    ours = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    theirs = torch.optim.SGD(reference.parameters(), 0.05, momentum=0.9)
+    for _ in range(3):
+        x, labels = some_data(model)
+        values = gate_values(model, "relaxed", group)
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        pass_of(model, x, labels, values, group)
+        reference_pass(model, reference, x, labels, values, group)
+        ours.step()
+        theirs.step()
+    compare_statistics(model, reference, model.live_edges())
+    with torch.no_grad():
+        x, _ = some_data(model)
+        gates = gate_values(model, "expectation", None)
+        compared = reference.eval()(x, per_image(model, gates, None))
+        for exit, logits in model.eval().forward_exits(x).items():
+            assert_close(f"exit {exit}", logits, compared[exit])
+
+
+def float32_ratios(name, group, training, seed):
+    """Error of our float32 over that of the reference's own float32, both against float64, norm-wise."""
+    model = scrambled(name, seed=seed, training=training)
+    x, labels = some_data(model)
+    values = gate_values(model, "relaxed", group)
+    exact, narrow = reference_of(model), reference_of(model).float().to(memory_format=torch.channels_last)
+    fast = copy.deepcopy(model).float()
+    x = x.float().to(memory_format=torch.channels_last)
+    values = values.float()
+    with torch.no_grad():  # the same numbers in all three, so that only the arithmetic differs
+        for _, ours, theirs in [*_all_pairs(fast, exact)]:
+            theirs.copy_(ours)
+    truth, true_gates = reference_pass(model, exact, x.double(), labels, values.double(), group)
+    theirs, their_gates = reference_pass(model, narrow, x, labels, values, group)
+    ours, our_gates = pass_of(fast, x, labels, values, group)
+    errors = {"gates": ((our_gates - true_gates).norm(), (their_gates - true_gates).norm())}
+    for exit in truth:
+        errors[f"exit {exit}"] = ((ours[exit] - truth[exit]).norm(), (theirs[exit] - truth[exit]).norm())
+    true = {name: gradient for name, _, gradient in gradient_pairs(fast, exact)}
+    for name, our_gradient, their_gradient in gradient_pairs(fast, narrow):
+        errors[name] = ((our_gradient - true[name]).norm(), (their_gradient - true[name]).norm())
+    return {name: float(a / b) if b > 0 else 0.0 for name, (a, b) in errors.items()}
+
+
+def _all_pairs(model, reference):
+    from tests.matching import parameter_pairs
+
+    return [*parameter_pairs(model, reference), *statistics_pairs(model, reference)]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("group", [None, 1])
+@pytest.mark.parametrize("name", [*QUICK, "cnmm_b6s3"])
+def test_float32_is_as_exact_as_the_references(name, group, training):
+    """At most 3 x the reference's own error, each output and each parameter.
+
+    The median of seven draws: where rounding flips a ReLU, either error may be a hundred times the other.
+    """
+    draws = [float32_ratios(name, group, training, seed) for seed in range(7)]
+    medians = {key: statistics.median(draw[key] for draw in draws) for key in draws[0]}
+    worst = max(medians, key=lambda key: medians[key])
+    assert medians[worst] <= 3, (worst, medians[worst])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", LARGE[1:])
+def test_float32_of_the_large_models_is_as_exact_as_the_references(name, training):
+    draws = [float32_ratios(name, 2, training, seed) for seed in range(5)]
+    medians = {key: statistics.median(draw[key] for draw in draws) for key in draws[0]}
+    close = [key for key, ratio in medians.items() if ratio <= 3]
+    outputs = {key: ratio for key, ratio in medians.items() if key.startswith(("exit", "gates"))}
+    assert max(outputs.values()) <= 3, outputs
+    assert len(close) == len(medians), {key: ratio for key, ratio in medians.items() if ratio > 3}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_bfloat16_activations_stay_near_float32(name):
+    """Rounding of activations only: parameters, statistics and their gradients stay float32."""
+    model = scrambled(name).float()
+    x, labels = some_data(model, size=(32, 32))
+    x = x.float()
+    narrow = copy.deepcopy(model)
+    for group in (None, 1):
+        values = gate_values(model, "relaxed", group)
+        ours, _ = pass_of(narrow, x.bfloat16(), labels, values, group)
+        exact, _ = pass_of(model, x, labels, values, group)
+        for exit in exact:
+            assert torch.isfinite(ours[exit]).all()
+            assert (ours[exit].float() - exact[exit]).norm() < 0.1 * exact[exit].norm(), exit
+    for buffer in narrow.buffers():
+        assert buffer.dtype == torch.float32
+    gradients = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (narrow, model)]
+    assert gradients[0].dtype == torch.float32
+    assert F.cosine_similarity(*gradients, dim=0) > 0.95
+    for (_, ours), (_, theirs) in zip(narrow.named_buffers(), model.named_buffers(), strict=True):
+        assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_hard_gates_are_one_network_alone(name):
+    """Eval mode, float64: the sampled pass, that network as a point, and the reference's composition of its blocks."""
+    model = scrambled(name, training=False)
+    reference = reference_of(model)
+    x, _ = some_data(model, batch=2)
+    with torch.no_grad():
+        for gates in model.chain.sample((5,)):
+            logits = model.forward_exits(x, gates=gates)
+            for exit in model.config.exit_numbers:
+                network = model.chain.chosen(gates, exit)
+                alone = run_network(reference, x, network, exit)
+                assert_close(network, logits[exit], alone, relative=1e-10)
+                assert_close(network, model(x, network_point(model.lattice, network, exit)), alone, relative=1e-10)
+
+
+@pytest.mark.parametrize("exit", [1, 2, 3])
+def test_every_network_of_a_small_mixture_can_be_run_alone(exit):
+    model = scrambled("cnmm_tiny", training=False)
+    reference = reference_of(model)
+    x, _ = some_data(model, batch=2)
+    networks = list(model.chain.networks(exit))
+    assert sorted(networks) == sorted(enumerate_networks(model.config, exit))
+    with torch.no_grad():
+        for network in networks:
+            alone = run_network(reference, x, network, exit)
+            assert_close(network, model(x, network_point(model.lattice, network, exit)), alone, relative=1e-10)
+
+
+def made_affine(model):
+    """Every activation becomes the identity: PReLU slopes of one, or ReLU inputs far above zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("slope"):
+                parameter.fill_(1)
+            elif name.endswith(".affine.bias") and model.config.task == "classification":
+                parameter.fill_(1000)
+    return model
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cnmm_tiny", {}),
+        ("cnmm_b4s3_c32", {"blocks": 3}),
+        ("cnmm_seg_tiny", {"scales": 1, "blocks": 4, "stem_stride": 2}),
+    ],
+)
+def test_with_affine_blocks_the_expectation_is_the_mean_of_the_enumerated_mixture(name, options, cuts):
+    model = made_affine(scrambled(name, training=False, **options))
+    x, _ = some_data(model, batch=2)
+    with torch.no_grad():
+        for exit in model.config.exit_numbers[1:]:
+            point = cutting_order(model, exit)[cuts]
+            networks = list(model.chain.networks(exit, point.edges))
+            assert len(networks) > 1
+            mean = sum(
+                model.chain.log_prob(network, exit, point.edges).exp()
+                * model(x, network_point(model.lattice, network, exit))
+                for network in networks
+            )
+            assert_close(point.name, model(x, point), mean, relative=1e-9)
+
+
+def test_without_affine_blocks_it_is_an_approximation():
+    """The identity above is not an accident of the test: with ReLUs the two differ."""
+    model = scrambled("cnmm_tiny", training=False)
+    x, _ = some_data(model, batch=2)
+    with torch.no_grad():
+        mean = sum(
+            model.chain.log_prob(network).exp() * model(x, network_point(model.lattice, network))
+            for network in model.chain.networks()
+        )
+        assert (model(x) - mean).norm() > 1e-3 * mean.norm()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_exit_alone_is_that_exit_of_the_whole_pass(name):
+    model = scrambled(name, training=False)
+    x, _ = some_data(model, batch=2)
+    with torch.no_grad():
+        together = model.forward_exits(x)
+        for exit in model.config.exit_numbers:
+            assert_close(exit, model(x, named_point(model, f"e{exit}c0")), together[exit], relative=1e-10)
+
+
+def test_a_point_reports_the_exits_that_it_reaches():
+    model = scrambled("cnmm_b4s3_c32", training=False)
+    x, _ = some_data(model, batch=2)
+    last = cutting_order(model, 4)[-1]
+    first = min(i for i, j in last.edges if j == model.lattice.output)
+    expected = [k for k in (1, 2, 3, 4) if model.lattice.exits[k - 1] >= first]
+    with torch.no_grad():
+        assert list(model.forward_exits(x, last)) == expected
+        assert list(model.forward_exits(x, cutting_order(model, 2)[0])) == [1, 2]
+
+
+def test_monte_carlo_averages_probabilities_and_converges():
+    model = scrambled("cnmm_tiny", training=False)
+    x, _ = some_data(model, batch=4)
+    generator = torch.Generator().manual_seed(0)
+    probabilities = model.monte_carlo(x, 3, generator=generator)
+    again = torch.Generator().manual_seed(0)
+    draws = [model(x, gates="relaxed", group=1, generator=again).detach().softmax(1) for _ in range(3)]
+    assert torch.allclose(probabilities, sum(draws) / 3, atol=1e-6)
+    assert torch.allclose(probabilities.sum(1), torch.ones(4, dtype=probabilities.dtype), atol=1e-6)
+    with torch.no_grad():
+        exact = sum(
+            model.chain.log_prob(network).exp() * model(x, network_point(model.lattice, network)).softmax(1)
+            for network in model.chain.networks()
+        )
+    errors = [(model.monte_carlo(x, n, hard=True, generator=generator) - exact).norm() for n in (4, 400)]
+    assert errors[1] < errors[0] / 3  # ten times in the mean
+    with pytest.raises(ValueError, match="num_samples=0"):
+        model.monte_carlo(x, 0)
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        model.train().monte_carlo(x, 1)
+
+
+@pytest.mark.parametrize("gates", ["relaxed", "hard"])
+def test_samples_are_drawn_per_batch_group_or_image(gates):
+    model = scrambled("cnmm_tiny", training=False)
+    x, _ = some_data(model, batch=1)
+    x = x.expand(6, -1, -1, -1)  # six times the same image: outputs differ only where gates do
+    with torch.no_grad():
+        for group, distinct in ((None, 1), (6, 1), (4, 2), (2, 3), (1, 6)):
+            logits = model(x, gates=gates, group=group, generator=torch.Generator().manual_seed(5))
+            draws = {tuple(row.tolist()) for row in logits.round(decimals=9)}
+            assert len(draws) == distinct if gates == "relaxed" else len(draws) <= distinct
+
+
+def test_the_same_generator_gives_the_same_pass():
+    model = scrambled("cnmm_tiny", training=False)
+    x, _ = some_data(model, batch=2)
+    outputs = [model(x, gates="relaxed", group=1, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_relaxed_samples_train_the_gates():
+    model = scrambled("cnmm_tiny")
+    x, labels = some_data(model)
+    loss(model.forward_exits(x, gates="relaxed", group=1), labels).backward()
+    base = {model.lattice.edge_index[sources[0], j] for j, sources in enumerate(model.lattice.inputs) if sources}
+    moving = {index for index, value in enumerate(model.gate_logits.grad.tolist()) if value != 0}
+    assert moving == set(range(len(model.lattice.edges))) - base
+
+
+def test_two_threads_with_two_points_never_disturb_each_other():
+    model = scrambled("cnmm_b4s3_c32", training=False).float()
+    x, _ = some_data(model)
+    x = x.float()
+    points = [cutting_order(model, exit)[cuts] for exit, cuts in ((4, 0), (4, 12), (3, 5), (2, 1))]
+    with torch.no_grad():
+        alone = [model(x, point) for point in points]
+    wrong = []
+
+    def work(point, expected):
+        with torch.no_grad():
+            for _ in range(15):
+                if not torch.equal(model(x, point), expected):
+                    wrong.append(point.name)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(points, alone, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_evaluation_changes_nothing_in_the_module():
+    model = scrambled("cnmm_seg_tiny", training=False)
+    before = copy.deepcopy(model.state_dict())
+    x, _ = some_data(model, batch=2)
+    model(x, cutting_order(model)[2])
+    model.monte_carlo(x, 2)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_contract(name):
+    """What every model of the zoo must do: run, train, every exit, cut, any size."""
+    torch.manual_seed(0)
+    model = create_model(name, num_classes=4)
+    height, width = SIZES[name]
+    for size in ((height, width), (height + 3, width + 1)):
+        x, labels = some_data(model, batch=2, size=size)
+        logits = model.train().forward_exits(x.float(), gates="relaxed", group=1)
+        assert list(logits) == list(range(1, model.config.blocks + 1))
+        shape = (2, 4) if model.config.task == "classification" else (2, 4, *size)
+        assert all(exit.shape == shape for exit in logits.values())
+        loss(logits, labels).backward()
+        unused = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+        assert not unused
+        assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+        with torch.no_grad():
+            for point in cutting_order(model)[:: len(model.lattice.edges) // 3]:
+                assert torch.isfinite(model.eval()(x.float(), point)).all()
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_a_model_can_overfit_a_batch(name):
+    """Learning, end to end: a few steps on one batch bring the loss down at every exit."""
+    torch.manual_seed(0)
+    model = create_model(name, num_classes=3)
+    x, labels = some_data(model, batch=4)
+    x = x.float()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    history = []
+    for _ in range(12):
+        logits = model.forward_exits(x)
+        history.append([F.cross_entropy(exit, labels).item() for exit in logits.values()])
+        optimizer.zero_grad()
+        loss(logits, labels).backward()
+        optimizer.step()
+    assert all(last < 0.8 * first for first, last in zip(history[0], history[-1], strict=True)), history
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 3, 28, 28), r"3 channels: 'cnmm_tiny' takes 1; .*in_chans=3"),
+        ((2, 1, 1, 28), "1x28 is too small"),
+        ((1, 28, 28), r"images of shape \(1, 28, 28\)"),
+        ((1, 1, 28, 28), "a batch of 1 images: training needs at least 2"),
+        ((0, 1, 28, 28), "a batch of 0 images"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        create_model("cnmm_tiny")(torch.zeros(shape))
+
+
+def test_other_bad_arguments_are_refused():
+    model = create_model("cnmm_tiny").eval()
+    x = torch.zeros(2, 1, 28, 28)
+    with pytest.raises(ValueError, match=r"type torch.uint8: float images"):
+        model(x.byte())
+    with pytest.raises(ValueError, match="gates='soft': allowed are"):
+        model(x, gates="soft")
+    with pytest.raises(ValueError, match=r"gates of shape \(3,\): \(16,\) or \(1, 16\) is needed"):
+        model(x, gates=torch.zeros(3))
+    with pytest.raises(ValueError, match="group=0"):
+        model(x, gates="relaxed", group=0)
+    with pytest.raises(ValueError, match="edge 1->7.*same model"):
+        model(x, network_point(create_model("cnmm_seg_tiny").lattice, (0, 1, 7)))
+    with pytest.raises(ValueError, match="no cutting; use the full exit, e3c0"):
+        create_model("cnmm_tiny", mixing="sum").eval()(x, cutting_order(model)[2])
+    with pytest.raises(ValueError, match="no gates to sample"):
+        create_model("cnmm_tiny", mixing="sum").eval()(x, gates="hard")
+    with pytest.raises(ValueError, match="one final classifier only; use exit=3"):
+        create_model("cnmm_tiny", exits="last").eval()(x, cutting_order(model, 1)[0])
+
+
+def test_running_statistics_follow_torch():
+    """Our running averages of [E, C] statistics are those of torch's own batch normalisation."""
+    ours, theirs = Statistics(1, 5), torch.nn.BatchNorm1d(5)
+    for _ in range(3):
+        x = torch.randn(20, 5)
+        theirs(x)
+        ours.update(x.mean(0)[None], x.var(0, correction=0)[None], 20)
+    assert torch.allclose(ours.mean[0], theirs.running_mean, atol=1e-6)
+    assert torch.allclose(ours.var[0], theirs.running_var, atol=1e-6)
