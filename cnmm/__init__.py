@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cnmm.chain import Chain, to_network, to_sequence
+from cnmm.checkpoint import load, save
 from cnmm.config import MixtureConfig
 from cnmm.cost import Cost, CostTable
 from cnmm.lattice import Dag, Lattice, OperatingPoint, full_dag, network_point
@@ -23,10 +24,12 @@ __all__ = [
     "cutting_order",
     "full_dag",
     "list_models",
+    "load",
     "model_plan",
     "named_point",
     "network_point",
     "register_model",
+    "save",
     "to_network",
     "to_sequence",
 ]

@@ -201,7 +201,7 @@ class _MixFunction(torch.autograd.Function):
         u_MD, gamma_D, beta_D, slope_D, owner_D, matrix_GDC, *inputs = ctx.saved_tensors
         leaves, folded = ctx.folded
         mix_GE = leaves[3].detach()
-        groups, count = mix_GE.shape[0], u_MD.shape[0]
+        groups = mix_GE.shape[0]
         grad_MC = grad_MC.contiguous()
 
         v_MD = _scale_groups(u_MD, mix_GE[:, owner_D]) if ctx.scaled else u_MD
@@ -213,9 +213,9 @@ class _MixFunction(torch.autograd.Function):
             small[3] = small[3] + torch.zeros_like(mix_GE).index_add_(1, owner_D, per_group)
             grad_u = _scale_groups(grad_u, mix_GE[:, owner_D])
         if len(leaves) > 4:  # by batch statistics: through the mean and the Gram matrix of U
-            grad_mean, *grad_grams = (grad / count for grad in (small[4], *small[5:]))
+            grad_mean, *grad_grams = (grad / u_MD.shape[0] for grad in small[4:])
             grad_u += grad_mean.to(grad_u.dtype)
-            for (start, stop, _), grad in zip(_gram_blocks(ctx.edge_widths), grad_grams, strict=True):
+            for (start, stop, _width), grad in zip(_gram_blocks(ctx.edge_widths), grad_grams, strict=True):
                 grad_u[:, start:stop].addmm_(u_MD[:, start:stop], (grad + grad.T).to(u_MD.dtype))
 
         x_MD = torch.cat([rows(x) for x in inputs], 1) if len(inputs) > 1 else rows(inputs[0])
@@ -264,10 +264,11 @@ def _grouped_backward(x_MA: Tensor, grad_MB: Tensor, matrices: int, groups: int)
     grad_matrix = _summed_product(x, grad_MB.view(matrices, -1, grad_MB.shape[1]))
     if groups == 1:
         return grad_matrix, _column_sums(grad_MB)[None]
-    return grad_matrix, grad_MB.view(groups, -1, grad_MB.shape[1]).sum(1, dtype=_wide(grad_MB))
+    return grad_matrix, grad_MB.view(groups, -1, grad_MB.shape[1]).sum(1, dtype=wide(grad_MB))
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
+    """The type for sums and probabilities: that of the tensor, but float32 for bfloat16."""
     return torch.float32 if x.dtype == torch.bfloat16 else x.dtype
 
 
@@ -275,7 +276,7 @@ def _summed_product(a_GMA: Tensor, b_GMB: Tensor) -> Tensor:
     """a^T b per group; bfloat16 products are rounded per chunk of rows and summed in float32."""
     groups, count = a_GMA.shape[:2]
     if a_GMA.dtype != torch.bfloat16 or count % _CHUNK_ROWS:
-        return torch.bmm(a_GMA.transpose(1, 2), b_GMB).to(_wide(a_GMA))
+        return torch.bmm(a_GMA.transpose(1, 2), b_GMB).to(wide(a_GMA))
     a, b = (x.reshape(-1, _CHUNK_ROWS, x.shape[2]) for x in (a_GMA, b_GMB))
     products = torch.bmm(a.transpose(1, 2), b)
     return products.view(groups, -1, *products.shape[1:]).sum(1, dtype=torch.float32)
@@ -354,7 +355,7 @@ class VectorOutput(nn.Module):
     def pool(self, h: Tensor, edge: int, statistics: Statistics, *, update: bool) -> Tensor:
         """BN-ReLU-GP of one edge, [N, C]."""
         x = statistics.normalise(h, self.affine.weight[edge], self.affine.bias[edge], update=update)
-        return F.relu(x, inplace=True).mean((2, 3), dtype=_wide(x))
+        return activate(x, None).mean((2, 3), dtype=wide(x))
 
     def forward(self, pooled: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor) -> Tensor:
         """FC-BN of the edges `index` and their mixture, [N, out_channels]."""

@@ -22,7 +22,8 @@ from tyro.conf import Positional, arg
 import cnmm
 from cnmm.checkpoint import CONFIG_FILE, is_run, load_plan
 from cnmm.config import FORMAT_VERSION
-from cnmm.draw import check_suffix, draw_lattice, save_picture, short_count
+from cnmm.cost import short_count
+from cnmm.draw import check_suffix, draw_lattice, save_picture
 from cnmm.lattice import OperatingPoint
 from cnmm.zoo import Plan, describe_model
 

@@ -118,3 +118,12 @@ def classifier_sizes(config: MixtureConfig, size: tuple[int, int]) -> tuple[tupl
     """Sizes after the two upsamplings of the segmentation classifier: the way back through the stem."""
     image, conv_size, _ = stem_sizes(config, size)
     return (conv_size if config.stem_stride == 4 else image), image
+
+
+def short_count(value: int) -> str:
+    """A count in three digits: 46.9 M, 2.67 G, 512."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 0.9995 * size:
+            scaled = value / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
+    return str(value)

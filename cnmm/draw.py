@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cnmm.chain import count_networks
 from cnmm.checkpoint import write_atomically
 from cnmm.config import MixtureConfig
-from cnmm.cost import CostTable
+from cnmm.cost import CostTable, short_count
 from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
 from cnmm.prune import Mixable
 from cnmm.zoo import INSTALL_TRAIN
@@ -93,15 +93,6 @@ def check_suffix(path: Path) -> str:
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: pictures are {' or '.join(SUFFIXES)}; try {path.with_suffix(SUFFIXES[0])}")
     return path.suffix.lower()
-
-
-def short_count(value: int) -> str:
-    """A count in three digits: 46.9 M, 2.67 G, 512."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= 0.9995 * size:
-            scaled = value / size
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
-    return str(value)
 
 
 def _matplotlib() -> Any:

@@ -152,7 +152,7 @@ class Mixture(nn.Module):
                 temperature=temperature,
                 generator=generator,
             )
-            total = total + logits.float().softmax(1)
+            total = total + logits.softmax(1, dtype=blocks.wide(logits))
         return total / num_samples
 
     def live_edges(self, point: OperatingPoint | None = None) -> frozenset[Edge]:
@@ -219,9 +219,8 @@ class Mixture(nn.Module):
     def _check_images(self, x: Tensor) -> None:
         config = self.config
         if x.dim() != 4 or not x.is_floating_point():
-            raise ValueError(
-                f"images of shape {tuple(x.shape)}, {x.dtype}: float [N, {config.in_chans}, height, width]"
-            )
+            wanted = f"float images [N, {config.in_chans}, height, width] are needed"
+            raise ValueError(f"images of shape {tuple(x.shape)} and type {x.dtype}: {wanted}")
         if x.shape[1] != config.in_chans:
             raise ValueError(
                 f"images with {x.shape[1]} channels: {config.name!r} takes {config.in_chans}; convert the images or "

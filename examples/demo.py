@@ -20,8 +20,9 @@ from rich.table import Table
 from torch import Tensor
 
 import cnmm
+from cnmm.cost import short_count
 from cnmm.data import fashion_sample
-from cnmm.draw import draw_lattice, save_picture, short_count
+from cnmm.draw import draw_lattice, save_picture
 from cnmm.mixture import Mixture
 
 FOLDER = Path("demo")

@@ -10,7 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from cnmm import create_model, cutting_order, list_models, model_plan, named_point
-from cnmm.draw import _Scene, check_suffix, draw_lattice, save_picture, short_count
+from cnmm.cost import short_count
+from cnmm.draw import _Scene, check_suffix, draw_lattice, save_picture
 from cnmm.zoo import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
