@@ -35,7 +35,7 @@ class Chain:
         self.logits = logits
 
     def gates(self) -> dict[Edge, Value]:
-        """pi[i, j] = P(s_{t-1} = i | s_t = j), Eq. (4)."""
+        """pi[i, j] = P(s_{t-1} = i | s_t = j), Eq. (5)."""
         return {edge: _sigmoid(value) for edge, value in _by_edge(self.dag, self.logits).items()}
 
     def detach(self) -> Chain:
@@ -55,7 +55,7 @@ class Chain:
         return flow(self.dag, self.weights(exit, edges))
 
     def log_prob(self, network: Network, exit: int | None = None, edges: Iterable[Edge] | None = None) -> Value:
-        """log p(s_0:T) of one network, Eq. (3)."""
+        """log p(s_0:T) of one network, Eq. (4)."""
         logits = _by_edge(self.dag, self.logits)
         inputs = _inputs(self.dag.exit_edges(exit, edges))
         total: Value = 0.0

@@ -25,7 +25,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """The shape of a mixture (paper, section 4, "Base architecture")."""
+    """The shape of a mixture (paper, section 4.1, "Base architecture")."""
 
     name: str
     """The zoo model it was made from."""

@@ -39,6 +39,19 @@ class Map(nn.Module):
         self.kept_statistics = blocks.Statistics(width // 4) if shared else None
         self.pooled_statistics = blocks.Statistics(width // 4) if shared else None
 
+    def spread(self, h: Tensor, kinds: Iterable[bool], *, largest: bool) -> dict[bool, Tensor]:
+        """The normalised inputs of the edges that leave this map: of those that are pooled (True) or not (False)."""
+        assert self.shared is not None
+        assert self.kept_statistics is not None
+        assert self.pooled_statistics is not None
+        z = self.shared(h, self.statistics)
+        return {
+            pooled: self.pooled_statistics.normalise(blocks.pool(z, largest=largest))
+            if pooled
+            else self.kept_statistics.normalise(z)
+            for pooled in sorted(kinds)
+        }
+
 
 class Mixture(nn.Module):
     """A Convolutional Neural Mixture Model. `cnmm.create_model` makes one by name."""
@@ -226,8 +239,11 @@ class Mixture(nn.Module):
                 f"images with {x.shape[1]} channels: {config.name!r} takes {config.in_chans}; convert the images or "
                 f"create_model(..., in_chans={x.shape[1]})"
             )
-        check_input_size(config, (x.shape[2], x.shape[3]))
-        least = 2 if self.training and config.task == "classification" else 1
+        size = (x.shape[2], x.shape[3])
+        check_input_size(config, size)
+        # Batch statistics need two values: two images, or two pixels in the coarsest maps of one.
+        single = config.task == "classification" or math.prod(map_sizes(config, size)[-1]) == 1
+        least = 2 if self.training and single else 1
         if x.shape[0] < least:
             raise ValueError(f"a batch of {x.shape[0]} images: training needs at least {least}, or call model.eval()")
 
@@ -249,7 +265,7 @@ class Mixture(nn.Module):
         stride = 1 if self.config.stem_stride == 1 else 2
         stem = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
         tensors = {(0, False): self.stem_statistics.normalise(stem)}  # (map, pooled?): normalised input of its edges
-        maps: dict[int, Tensor] = {}  # H_i, of those that the output reads itself
+        maps: dict[int, Tensor] = {}  # what the output reads of the maps since the last exit
         output = _Output(self, edges, taken, x)
         logits: dict[int, Tensor] = {}
         alive = {j for _, j in edges}
@@ -262,18 +278,14 @@ class Mixture(nn.Module):
                 h = this.mix(inputs, index, torch.stack([weights[i, node] for i in sources], -1))
                 if node == 1 and self.config.stem_stride == 4:
                     h = blocks.pool(h, largest=True)
-                kinds = readers.get(node, set())
+                kinds = readers.get(node)
                 if kinds:
-                    z = cast(blocks.Shared, this.shared)(h, this.statistics)
-                    if False in kinds:
-                        tensors[node, False] = cast(blocks.Statistics, this.kept_statistics).normalise(z)
-                    if True in kinds:
-                        pooled = blocks.pool(z, largest=largest)
-                        tensors[node, True] = cast(blocks.Statistics, this.pooled_statistics).normalise(pooled)
-                if (node, lattice.output) in edges and not largest:
-                    maps[node] = output.read(node, h, this.statistics, update=not kinds)
-                elif (node, lattice.output) in edges:
-                    maps[node] = tensors[node, False]
+                    spread = this.spread(h, kinds, largest=largest)
+                    tensors.update(((node, pooled), tensor) for pooled, tensor in spread.items())
+                if (node, lattice.output) in edges:
+                    maps[node] = (
+                        tensors[node, False] if largest else output.read(node, h, this.statistics, update=not kinds)
+                    )
             if node in lattice.exits and lattice.exits.index(node) + 1 in exits:
                 exit = lattice.exits.index(node) + 1
                 logits[exit] = output.exit(exit, maps)

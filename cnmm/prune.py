@@ -72,7 +72,8 @@ def check_classifier(config: MixtureConfig, dag: Dag, exit: int | None) -> int:
 
 def _cut(chain: Chain, exit: int, costs: CostTable | None) -> list[frozenset[Edge]]:
     """The surviving edges after 0, 1, 2, ... cuts."""
-    dag, gates = chain.dag, chain.gates()
+    dag = chain.dag
+    taken, passed = chain.gates(), Chain(dag, [-logit for logit in chain.logits]).gates()
     alive = dag.exit_edges(exit)
     readers: dict[int, set[int]] = {node: set() for node in range(dag.output + 1)}
     inputs: dict[int, set[int]] = {node: set() for node in range(dag.output + 1)}
@@ -82,7 +83,7 @@ def _cut(chain: Chain, exit: int, costs: CostTable | None) -> list[frozenset[Edg
 
     steps = [alive]
     while candidates := [(i, j) for i, j in alive if len(inputs[j]) > 1]:
-        used = flow(dag, break_sticks(alive, gates))
+        used = flow(dag, break_sticks(alive, taken, passed))
         if costs is not None:
             used = {edge: used[edge] / _macs_saved(edge, readers, inputs, costs) for edge in candidates}
         least = min(used[edge] for edge in candidates)

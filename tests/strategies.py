@@ -45,7 +45,7 @@ def cut_chains(draw: Any, max_maps: int = 12) -> tuple[Chain, int, frozenset[Edg
 
 
 def literal_probability(chain: Chain, sequence: tuple[int, ...], edges: frozenset[Edge]) -> float:
-    """p(s_0:T) of the paper, factor by factor: Eq. (3) with Eq. (4). A missing or cut edge is a gate of zero."""
+    """p(s_0:T) of the paper, factor by factor: Eq. (4) with Eq. (5). A missing or cut edge is a gate of zero."""
     gates = {edge: 1 / (1 + math.exp(-value)) for edge, value in zip(chain.dag.edges, chain.logits, strict=True)}
     probability = 1.0
     for t in range(len(sequence) - 1, 0, -1):
