@@ -390,7 +390,7 @@ def _draw_legend(axes: Axes, scene: _Scene) -> None:
         for flow, words in ((1.0, "used by all networks"), (0.25, "by 25 %"), (0.02, "by 2 %")):
             entries.append((words, {"color": _GREY, "width": _width(flow), "opacity": _opacity(flow)}))
     if scene.point:
-        entries.append(("cut or unused", {"color": _PALE, "width": 1.0, "opacity": 1.0, "dashed": True}))
+        entries.append(("off", {"color": _PALE, "width": 1.0, "opacity": 1.0, "dashed": True}))
     for words, style in entries:
         _draw_curve(axes, _straight((x, y), (x + 0.34, y)), **style)
         axes.text(x + 0.42, y, words, size=8, color=_GREY, va="center")
