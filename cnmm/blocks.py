@@ -55,6 +55,7 @@ class Statistics(nn.Module):
 
     mean: Tensor
     var: Tensor
+    momentum: float = MOMENTUM
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -67,18 +68,18 @@ class Statistics(nn.Module):
         """Batch normalisation of [N, C, h, w]: by the batch when training (which updates these), else by these."""
         if self.training and not update:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, EPS)
-        return F.batch_norm(x, self.mean, self.var, weight, bias, self.training, MOMENTUM, EPS)
+        return F.batch_norm(x, self.mean, self.var, weight, bias, self.training, self.momentum, EPS)
 
     @torch.no_grad()
     def update(self, mean: Tensor, var: Tensor, count: int, index: Tensor | None = None) -> None:
         """One step of the running averages (of the rows `index`), with the unbiased variance as torch does."""
         var = var * (count / (count - 1))
         if index is None:
-            self.mean.lerp_(mean, MOMENTUM)
-            self.var.lerp_(var, MOMENTUM)
+            self.mean.lerp_(mean, self.momentum)
+            self.var.lerp_(var, self.momentum)
         else:
-            self.mean[index] = self.mean[index].lerp(mean, MOMENTUM)
-            self.var[index] = self.var[index].lerp(var, MOMENTUM)
+            self.mean[index] = self.mean[index].lerp(mean, self.momentum)
+            self.var[index] = self.var[index].lerp(var, self.momentum)
 
 
 class Affine(nn.Module):
@@ -105,8 +106,9 @@ class Shared(nn.Module):
         self.depthwise = uniform_(torch.empty(channels, 1, 3, 3), 9)
         self.pointwise = uniform_(torch.empty(channels // 4, channels, 1, 1), channels)
 
-    def forward(self, h: Tensor, statistics: Statistics) -> Tensor:
-        h = activate(statistics.normalise(h, self.affine.weight, self.affine.bias), self.affine.slope)
+    def forward(self, h: Tensor, statistics: Statistics, *, update: bool = True) -> Tensor:
+        h = statistics.normalise(h, self.affine.weight, self.affine.bias, update=update)
+        h = activate(h, self.affine.slope)
         h = F.conv2d(h, self.depthwise.to(h.dtype), padding=1, groups=h.shape[1])
         return F.conv2d(h, self.pointwise.to(h.dtype))
 
@@ -128,7 +130,7 @@ class Mix(nn.Module):
         self.out_affine = Affine(len(widths), channels)
         self.statistics = Statistics(len(widths), channels)
 
-    def forward(self, inputs: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor) -> Tensor:
+    def forward(self, inputs: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor, *, update: bool = True) -> Tensor:
         """`inputs[k]` is the input of edge `index[k]`, and `mix_GE[:, k]` its weight in each group of images."""
         widths = [self.widths[k] for k in index]
         affine, outer, stats = self.affine, self.out_affine, self.statistics
@@ -143,7 +145,7 @@ class Mix(nn.Module):
             small = [part if part is None else part[pick] for part, pick in zip(small, picks, strict=True)]
             running = [part[edges] for part in running]
         h_MC, mean, var = _mix(widths, None if self.training else running, *small, mix_GE, *inputs)
-        if self.training:
+        if self.training and update:
             stats.update(mean, var, h_MC.shape[0], edges)
         return images(h_MC, inputs[0])
 
@@ -357,13 +359,14 @@ class VectorOutput(nn.Module):
         x = statistics.normalise(h, self.affine.weight[edge], self.affine.bias[edge], update=update)
         return activate(x, None).mean((2, 3), dtype=wide(x))
 
-    def forward(self, pooled: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor) -> Tensor:
+    def forward(self, pooled: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor, *, update: bool = True) -> Tensor:
         """FC-BN of the edges `index` and their mixture, [N, out_channels]."""
         stats, edges = self.statistics, torch.tensor(index, device=mix_GE.device)
         y_ENC = torch.bmm(torch.stack(list(pooled)), self.weight[edges])
         if self.training:
             var, mean = torch.var_mean(y_ENC, 1, correction=0)
-            stats.update(mean.detach(), var.detach(), y_ENC.shape[1], edges)
+            if update:
+                stats.update(mean.detach(), var.detach(), y_ENC.shape[1], edges)
         else:
             mean, var = stats.mean[edges], stats.var[edges]
         gain = self.out_affine.weight[edges] * (var + EPS).rsqrt()
@@ -387,12 +390,14 @@ class PixelClassifier(nn.Module):
         self.pointwise = uniform_(torch.empty(num_classes, middle, 1, 1), middle)
         self.bias = uniform_(torch.empty(num_classes), middle)
 
-    def forward(self, h: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
+    def forward(self, h: Tensor, sizes: Sequence[tuple[int, int]], *, update: bool = True) -> Tensor:
         """`sizes`: heights and widths after the two upsamplings."""
         h = upsample(h, sizes[0])
-        h = activate(self.first_statistics.normalise(h, self.first.weight, self.first.bias), self.first.slope)
+        h = self.first_statistics.normalise(h, self.first.weight, self.first.bias, update=update)
+        h = activate(h, self.first.slope)
         h = upsample(F.conv2d(h, self.conv.to(h.dtype)), sizes[1])
-        h = activate(self.second_statistics.normalise(h, self.second.weight, self.second.bias), self.second.slope)
+        h = self.second_statistics.normalise(h, self.second.weight, self.second.bias, update=update)
+        h = activate(h, self.second.slope)
         h = F.conv2d(h, self.depthwise.to(h.dtype), padding=1, groups=h.shape[1])
         return F.conv2d(h, self.pointwise.to(h.dtype), self.bias.to(h.dtype))
 

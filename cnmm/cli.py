@@ -11,10 +11,10 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional, arg
@@ -25,6 +25,8 @@ from cnmm.config import FORMAT_VERSION
 from cnmm.cost import short_count
 from cnmm.draw import check_suffix, draw_lattice, save_picture
 from cnmm.lattice import OperatingPoint
+from cnmm.terminal import Common, Verb, one_line, print_table, say
+from cnmm.verbs import Evaluate, Train
 from cnmm.zoo import Plan, describe_model
 
 DESCRIPTION = """Convolutional Neural Mixture Models: train one network, then run it at any compute budget.
@@ -36,34 +38,10 @@ OWN_ERRORS = (ValueError, OSError)
 """What a user can do something about; anything else is a bug of ours and keeps its traceback."""
 
 _TYRO = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes)
-_NO_HINT = arg(help_behavior_hint="")
 
 
 def _count(metavar: str = "INT") -> object:
     return arg(metavar=metavar, help_behavior_hint="(default: the model's own)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Common:
-    """Flags of every verb."""
-
-    json: Annotated[bool, _NO_HINT] = False
-    """Print exactly one JSON object."""
-    debug: Annotated[bool, _NO_HINT] = False
-    """Show the traceback of an error (CNMM_DEBUG=1 does too)."""
-
-
-class Verb(Protocol):
-    """What every verb has."""
-
-    @property
-    def common(self) -> Common: ...
-
-    def answer(self) -> dict[str, Any]:
-        """Does the work and returns the fields that `--json` prints."""
-
-    def show(self, answer: dict[str, Any]) -> None:
-        """Prints the answer for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +157,13 @@ class Draw:
         print(answer["file"])
 
 
-VERBS: dict[str, Callable[..., Verb]] = {"models": Models, "info": Info, "draw": Draw}
+VERBS: dict[str, Callable[..., Verb]] = {
+    "models": Models,
+    "info": Info,
+    "draw": Draw,
+    "train": Train,
+    "evaluate": Evaluate,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -284,33 +268,3 @@ def num_networks(plan: Plan, exit: int | None = None) -> int:
 def shape_text(row: dict[str, Any]) -> str:
     height, width = row["input_size"]
     return f"{row['in_chans']}x{height}x{width}"
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ()) -> None:
-    """A table on stdout; only a terminal limits its width."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=column != "description")
-    for row in rows:
-        table.add_row(*map(str, row))
-    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False)
-    with console.capture() as text:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n"))
-
-
-def say(words: str) -> None:
-    """One line for the user, beside the results."""
-    print(f"cnmm: {words}", file=sys.stderr)
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, on one line, and which file it is about."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(text.split()) or type(error).__name__

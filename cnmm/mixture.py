@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,10 @@ from torch.nn import functional as F
 
 from cnmm import blocks
 from cnmm.chain import Chain, break_sticks, initial_logits
-from cnmm.config import MixtureConfig, check_input_size
+from cnmm.config import Gates, MixtureConfig, check_input_size
 from cnmm.cost import classifier_sizes
 from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
 from cnmm.prune import check_classifier
-
-Gates = Literal["expectation", "relaxed", "hard"]
-"""How a pass gets its gates: the learned probabilities, or one relaxed or hard sample of them."""
 
 
 class Map(nn.Module):
@@ -39,16 +36,16 @@ class Map(nn.Module):
         self.kept_statistics = blocks.Statistics(width // 4) if shared else None
         self.pooled_statistics = blocks.Statistics(width // 4) if shared else None
 
-    def spread(self, h: Tensor, kinds: Iterable[bool], *, largest: bool) -> dict[bool, Tensor]:
+    def spread(self, h: Tensor, kinds: Iterable[bool], *, largest: bool, update: bool) -> dict[bool, Tensor]:
         """The normalised inputs of the edges that leave this map: of those that are pooled (True) or not (False)."""
         assert self.shared is not None
         assert self.kept_statistics is not None
         assert self.pooled_statistics is not None
-        z = self.shared(h, self.statistics)
+        z = self.shared(h, self.statistics, update=update)
         return {
-            pooled: self.pooled_statistics.normalise(blocks.pool(z, largest=largest))
+            pooled: self.pooled_statistics.normalise(blocks.pool(z, largest=largest), update=update)
             if pooled
-            else self.kept_statistics.normalise(z)
+            else self.kept_statistics.normalise(z, update=update)
             for pooled in sorted(kinds)
         }
 
@@ -111,16 +108,19 @@ class Mixture(nn.Module):
         group: int | None = None,
         temperature: float = 2.0,
         generator: torch.Generator | None = None,
+        update_statistics: bool = True,
     ) -> Tensor:
         """Logits [N, classes] or [N, classes, height, width] at an operating point (default: the full last exit).
 
         Images are float, normalised; if they are bfloat16, so are all activations. `gates`: the expectation, a
         "relaxed" sample (with its `temperature`) or a "hard" one, or values [edges] or [draws, edges] in the order of
         `lattice.edges`. A sample is drawn for every `group` images (1: each image its own; None: one for the batch).
+        In training mode a pass normalises by its batch and updates the running statistics, if it may.
         """
         exit = check_classifier(self.config, self.lattice, point.exit if point else None)
         edges = self.live_edges(point)
-        return self._run(x, edges, (exit,), self._draw(gates, x, group, temperature, generator))[exit]
+        values = self._draw(gates, x, group, temperature, generator)
+        return self._run(x, edges, (exit,), values, update_statistics)[exit]
 
     def forward_exits(
         self,
@@ -131,13 +131,15 @@ class Mixture(nn.Module):
         group: int | None = None,
         temperature: float = 2.0,
         generator: torch.Generator | None = None,
+        update_statistics: bool = True,
     ) -> dict[int, Tensor]:
         """Logits of every exit from one pass and one draw of the gates; of a point, those of the exits it reaches."""
         edges = self.live_edges(point)
         last = point.exit if point else self.lattice.num_exits
         first = min(i for i, j in edges if j == self.lattice.output)
         exits = [k for k in self.config.exit_numbers if k <= last and self.lattice.exits[k - 1] >= first]
-        return self._run(x, edges, tuple(exits), self._draw(gates, x, group, temperature, generator))
+        values = self._draw(gates, x, group, temperature, generator)
+        return self._run(x, edges, tuple(exits), values, update_statistics)
 
     @torch.no_grad()
     def monte_carlo(
@@ -248,7 +250,7 @@ class Mixture(nn.Module):
             raise ValueError(f"a batch of {x.shape[0]} images: training needs at least {least}, or call model.eval()")
 
     def _run(
-        self, x: Tensor, edges: frozenset[Edge], exits: tuple[int, ...], gates: Tensor | None
+        self, x: Tensor, edges: frozenset[Edge], exits: tuple[int, ...], gates: Tensor | None, update: bool
     ) -> dict[int, Tensor]:
         """Evaluates the edges, map after map, and the exits as soon as their block is done."""
         lattice = self.lattice
@@ -264,9 +266,11 @@ class Mixture(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last)
         stride = 1 if self.config.stem_stride == 1 else 2
         stem = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
-        tensors = {(0, False): self.stem_statistics.normalise(stem)}  # (map, pooled?): normalised input of its edges
+        tensors = {
+            (0, False): self.stem_statistics.normalise(stem, update=update)
+        }  # (map, pooled?): normalised input of its edges
         maps: dict[int, Tensor] = {}  # what the output reads of the maps since the last exit
-        output = _Output(self, edges, taken, x)
+        output = _Output(self, edges, taken, x, update)
         logits: dict[int, Tensor] = {}
         alive = {j for _, j in edges}
         for node in range(1, lattice.exits[exits[-1] - 1] + 1):
@@ -275,16 +279,19 @@ class Mixture(nn.Module):
                 index = [k for k, i in enumerate(this.sources) if (i, node) in edges]
                 sources = [this.sources[k] for k in index]
                 inputs = [tensors[i, i > 0 and lattice.falls((i, node))] for i in sources]
-                h = this.mix(inputs, index, torch.stack([weights[i, node] for i in sources], -1))
+                mix_GE = torch.stack([weights[i, node] for i in sources], -1)
+                h = this.mix(inputs, index, mix_GE, update=update)
                 if node == 1 and self.config.stem_stride == 4:
                     h = blocks.pool(h, largest=True)
                 kinds = readers.get(node)
                 if kinds:
-                    spread = this.spread(h, kinds, largest=largest)
+                    spread = this.spread(h, kinds, largest=largest, update=update)
                     tensors.update(((node, pooled), tensor) for pooled, tensor in spread.items())
                 if (node, lattice.output) in edges:
                     maps[node] = (
-                        tensors[node, False] if largest else output.read(node, h, this.statistics, update=not kinds)
+                        tensors[node, False]
+                        if largest
+                        else output.read(node, h, this.statistics, update=update and not kinds)
                     )
             if node in lattice.exits and lattice.exits.index(node) + 1 in exits:
                 exit = lattice.exits.index(node) + 1
@@ -303,8 +310,10 @@ class Mixture(nn.Module):
 class _Output:
     """The output H_T of one pass, exit after exit: Eq. (7) with s_t = T. Every edge into it is evaluated once."""
 
-    def __init__(self, model: Mixture, edges: frozenset[Edge], taken: Mapping[Edge, Tensor] | None, x: Tensor) -> None:
-        self.model, self.taken, self.x = model, taken, x
+    def __init__(
+        self, model: Mixture, edges: frozenset[Edge], taken: Mapping[Edge, Tensor] | None, x: Tensor, update: bool
+    ) -> None:
+        self.model, self.taken, self.x, self.update = model, taken, x, update
         self.lattice = model.lattice
         self.sources = sorted(i for i, j in edges if j == self.lattice.output)
         self.mixed: dict[int, Tensor] = {}  # by scale: the mixture of the inputs so far, at their own resolution
@@ -327,7 +336,8 @@ class _Output:
         for scale in sorted({lattice.scale(i) for i in maps}):
             new = [i for i in sorted(maps) if lattice.scale(i) == scale]
             mix_GE = torch.stack([weights[i, T] for i in new], -1)
-            h = model.outputs[str(scale)]([maps[i] for i in new], [self._position(i) for i in new], mix_GE)
+            inputs, index = [maps[i] for i in new], [self._position(i) for i in new]
+            h = model.outputs[str(scale)](inputs, index, mix_GE, update=self.update)
             self.mixed[scale] = self.mixed[scale] + h if scale in self.mixed else h
         maps.clear()
         classifier = model.classifiers[str(exit)]
@@ -337,7 +347,8 @@ class _Output:
         size = (self.x.shape[2], self.x.shape[3])
         first = map_sizes(model.config, size)[0]
         h = functools.reduce(torch.add, (blocks.upsample(h, first) for h in self.mixed.values()))
-        return cast(Tensor, classifier(h, classifier_sizes(model.config, size)))
+        sizes = classifier_sizes(model.config, size)
+        return cast(Tensor, classifier(h, sizes, update=self.update))
 
     def _position(self, node: int) -> int:
         """Which of its scale's edges into the output this map's is."""

@@ -1,5 +1,22 @@
-"""Data: readers that give whole data sets as uint8 arrays. Importing this package does not import torch."""
+"""Data sets as uint8 images and int64 labels, read with numpy and Pillow. Importing this package does not import torch.
+
+`open_data("cifar10:DIR")` is the way in; `hold_out` sets validation images aside; `suggest_model` names a model.
+"""
 
 from cnmm.data.fashion import FASHION_CLASSES, fashion_sample
+from cnmm.data.images import FileSplit
+from cnmm.data.opening import MEMORY_LIMIT, open_data, suggest_model
+from cnmm.data.splits import ArraySplit, DataSet, Split, hold_out
 
-__all__ = ["FASHION_CLASSES", "fashion_sample"]
+__all__ = [
+    "FASHION_CLASSES",
+    "MEMORY_LIMIT",
+    "ArraySplit",
+    "DataSet",
+    "FileSplit",
+    "Split",
+    "fashion_sample",
+    "hold_out",
+    "open_data",
+    "suggest_model",
+]

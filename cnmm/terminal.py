@@ -1,0 +1,65 @@
+"""What all verbs of the command line share: common flags, tables on stdout, words on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from tyro.conf import arg
+
+NO_HINT = arg(help_behavior_hint="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """Flags of every verb."""
+
+    json: Annotated[bool, NO_HINT] = False
+    """Print exactly one JSON object."""
+    debug: Annotated[bool, NO_HINT] = False
+    """Show the traceback of an error (CNMM_DEBUG=1 does too)."""
+
+
+class Verb(Protocol):
+    """What every verb has."""
+
+    @property
+    def common(self) -> Common: ...
+
+    def answer(self) -> dict[str, Any]:
+        """Does the work and returns the fields that `--json` prints."""
+
+    def show(self, answer: dict[str, Any]) -> None:
+        """Prints the answer for people."""
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ()) -> None:
+    """A table on stdout; only a terminal limits its width."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=column != "description")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False)
+    with console.capture() as text:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n"))
+
+
+def say(words: str) -> None:
+    """One line for the user, beside the results."""
+    print(f"cnmm: {words}", file=sys.stderr)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line, and which file it is about."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(text.split()) or type(error).__name__

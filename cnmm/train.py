@@ -1,0 +1,371 @@
+"""Training, readable from top to bottom: `train` is the loop, below it the parts that it calls.
+
+All randomness is a function of (seed, what for, epoch, step): a run that was killed and goes on from its last
+checkpoint ends with the same weights, bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cnmm import checkpoint
+from cnmm.config import TrainConfig
+from cnmm.data import DataSet, Split, hold_out
+from cnmm.evaluate import evaluate_exits, reestimated
+from cnmm.mixture import Mixture
+from cnmm.prune import cutting_order
+
+STATISTICS_IMAGES = 4000
+"""Training images on which the statistics for inference are estimated."""
+EVALUATION_BATCH = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the loop reports after a step."""
+
+    epoch: int
+    step: int
+    """Steps done in this epoch."""
+    steps: int
+    """Steps of an epoch."""
+    loss: float
+    images_per_s: float
+    left_s: float
+    """Estimated time to the end of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochResult:
+    """One line of log.jsonl."""
+
+    epoch: int
+    loss: float
+    lr: float
+    images_per_s: float
+    entropy: float
+    """Mean entropy of the gates, in bits."""
+    accuracy: dict[int, float]
+    """Per exit, on the held-out images (on the training images of the last batches if none are held out)."""
+
+
+class Stopped(Exception):
+    """Training was asked to stop; everything up to the last step is saved."""
+
+
+class NotFinite(ValueError):
+    """The loss is no number any more; the parameters are those before the step."""
+
+
+def train(
+    model: Mixture,
+    data: DataSet,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    save_every_s: float = 300.0,
+    on_step: Callable[[Progress], None] = lambda progress: None,
+    on_epoch: Callable[[EpochResult], None] = lambda result: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Mixture:
+    """Trains a mixture into a run folder and returns it with the statistics of expectation mode, in eval mode."""
+    kept, held_out = hold_out(data.train.labels, config.val, config.seed)
+    images = Images(data, config)
+    steps = len(kept) // config.batch_size
+    if steps == 0:
+        raise ValueError(f"batch_size={config.batch_size}: there are only {len(kept)} training images; use less")
+    optimizer = make_optimizer(model, config)
+    average = Average(model, config.average)
+    done = checkpoint.restore(folder, model, optimizer, average.tensors) if resume else 0
+    checkpoint.cut_log(folder, done)
+    model.train()
+    meter = Meter(total=config.epochs * steps, done=done)
+    saved_at = time.monotonic()
+
+    for epoch in range(done // steps, config.epochs):
+        order = torch.randperm(len(kept), generator=seeded(config.seed, "order", epoch)).numpy()
+        losses: list[float] = []
+        for step in range(done - epoch * steps, steps):
+            chosen = np.sort(kept[order[step * config.batch_size : (step + 1) * config.batch_size]])
+            x, labels = images.training_batch(data.train, chosen, epoch, step)
+            loss = training_loss(model, x, labels, config, part=done / (config.epochs * steps), at=(epoch, step))
+            if not math.isfinite(loss.item()):
+                raise NotFinite(
+                    f"the loss is {loss.item()} at epoch {epoch + 1}, step {step + 1}; the step was not taken; "
+                    f"try a lower rate: --lr {config.lr / 2:g}"
+                )
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, done / (config.epochs * steps))
+            optimizer.step()
+            average.update(model)
+            done += 1
+            losses.append(loss.item())
+            on_step(meter.tick(epoch, step, steps, loss.item(), config.batch_size))
+            if should_stop() or time.monotonic() - saved_at > save_every_s:
+                checkpoint.save_state(folder, model, optimizer, average.tensors, done)
+                saved_at = time.monotonic()
+                if should_stop():
+                    raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
+        if losses:
+            result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
+            checkpoint.append_log(folder, {"step": done, **asdict(result)})
+            on_epoch(result)
+        checkpoint.save_state(folder, model, optimizer, average.tensors, done)
+        saved_at = time.monotonic()
+
+    average.copy_to(model)
+    model = reestimated(model, images.statistics_batches(data.train, kept))
+    checkpoint.save_weights(model, folder)
+    return model
+
+
+def training_loss(
+    model: Mixture, x: Tensor, labels: Tensor, config: TrainConfig, *, part: float, at: tuple[int, int]
+) -> Tensor:
+    """Eq. (9), the weighted losses of all exits from one sample of the gates; later in training with a ladder point."""
+    logits = model.forward_exits(
+        x,
+        gates=config.gates if model.config.mixing == "gates" else "expectation",
+        group=config.group,
+        temperature=config.temperature,
+        generator=seeded(config.seed, "gates", *at),
+    )
+    weights = exit_weights(list(logits), config)
+    total = torch.zeros(())
+    for exit, score in logits.items():
+        total = total + weights[exit] * F.cross_entropy(score.float(), labels, label_smoothing=config.label_smoothing)
+    if part >= config.ladder_start and model.config.mixing == "gates":
+        teacher = logits[max(logits)].detach().float()
+        total = total + config.ladder_weight * ladder_loss(model, x, labels, teacher, config, at)
+    return total
+
+
+def exit_weights(exits: list[int], config: TrainConfig) -> dict[int, float]:
+    """Loss weights of the exits, in proportion to their number (the paper) or equal; their sum is one."""
+    raw = {exit: float(exit) if config.exit_weights == "linear" else 1.0 for exit in exits}
+    return {exit: weight / sum(raw.values()) for exit, weight in raw.items()}
+
+
+def ladder_loss(
+    model: Mixture, x: Tensor, labels: Tensor, teacher: Tensor, config: TrainConfig, at: tuple[int, int]
+) -> Tensor:
+    """Ladder tuning: the loss of one random operating point, taught by the label and by the full mixture.
+
+    A random exit, and a random cut of that exit's order as the gates are now. The pass normalises by its own batch,
+    as a point with re-estimated statistics does, and leaves the running statistics of the full mixture alone.
+    """
+    generator = seeded(config.seed, "ladder", *at)
+    exits = model.config.exit_numbers
+    order = cutting_order(model, exits[_draw(len(exits), generator)])
+    point = order[_draw(len(order), generator)]
+    score = model(x, point, update_statistics=False).float()
+    hard = F.cross_entropy(score, labels, label_smoothing=config.label_smoothing)
+    soft = F.kl_div(score.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
+    return 0.5 * hard + 0.5 * soft
+
+
+def learning_rate(config: TrainConfig, part: float) -> float:
+    """A linear rise over the warm-up, then half a cosine down to zero."""
+    if part < config.warmup:
+        return config.lr * part / config.warmup
+    return config.lr * 0.5 * (1 + math.cos(math.pi * (part - config.warmup) / (1 - config.warmup)))
+
+
+def make_optimizer(model: Mixture, config: TrainConfig) -> torch.optim.SGD:
+    """SGD with momentum; weight decay on everything, or on convolution and linear weights only."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        small = name.endswith(("bias", "slope", "gate_logits", "affine.weight", "first.weight", "second.weight"))
+        (plain if small and not config.decay_all else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.SGD(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        fused=True,
+    )
+
+
+def seeded(seed: int, *key: object) -> torch.Generator:
+    """A generator for one purpose: a function of the seed and the key, on any machine."""
+    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _draw(below: int, generator: torch.Generator) -> int:
+    return int(torch.randint(below, (), generator=generator))
+
+
+class Images:
+    """Prepares uint8 images for the network: augmentation, normalisation, precision."""
+
+    def __init__(self, data: DataSet, config: TrainConfig) -> None:
+        self.config = config
+        self.mean = torch.tensor(data.mean).view(1, -1, 1, 1) * 255
+        self.std = torch.tensor(data.std).view(1, -1, 1, 1) * 255
+        self.dtype = torch.bfloat16 if use_bfloat16(config.precision) else torch.float32
+
+    def training_batch(self, split: Split, chosen: np.ndarray, epoch: int, step: int) -> tuple[Tensor, Tensor]:
+        images = torch.from_numpy(split.read(chosen))
+        images = augment(images, self.config, seeded(self.config.seed, "augment", epoch, step))
+        return self.prepare(images.permute(0, 3, 1, 2)), torch.from_numpy(split.labels[chosen])
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 [N, C, H, W] to normalised floats."""
+        return ((images.float() - self.mean) / self.std).to(self.dtype)
+
+    def batches(self, split: Split, indices: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images as they are, for evaluation."""
+        for start in range(0, len(indices), EVALUATION_BATCH):
+            chosen = indices[start : start + EVALUATION_BATCH]
+            images = torch.from_numpy(split.read(chosen)).permute(0, 3, 1, 2)
+            yield self.prepare(images), torch.from_numpy(split.labels[chosen])
+
+    def statistics_batches(self, split: Split, kept: np.ndarray) -> Iterator[Tensor]:
+        """Training images, a few thousand, not augmented."""
+        chosen = torch.randperm(len(kept), generator=seeded(self.config.seed, "statistics"))[:STATISTICS_IMAGES]
+        for images, _ in self.batches(split, np.sort(kept[chosen.numpy()])):
+            if len(images) > 1:
+                yield images
+
+
+def augment(images: Tensor, config: TrainConfig, generator: torch.Generator) -> Tensor:
+    """Pad and crop, and flip, the whole batch in one gather: uint8 [N, H, W, C]."""
+    num, height, width, _ = images.shape
+    pad = config.crop
+    down = torch.randint(2 * pad + 1, (num, 1), generator=generator) if pad else torch.zeros(num, 1, dtype=torch.long)
+    right = torch.randint(2 * pad + 1, (num, 1), generator=generator) if pad else torch.zeros(num, 1, dtype=torch.long)
+    rows, columns = down + torch.arange(height), torch.arange(width).expand(num, -1)
+    if config.flip:
+        mirrored = torch.rand(num, 1, generator=generator) < 0.5
+        columns = torch.where(mirrored, width - 1 - columns, columns)
+    padded = F.pad(images, (0, 0, pad, pad, pad, pad))
+    which = torch.arange(num)[:, None, None]
+    return padded[which, rows[:, :, None], (right + columns)[:, None, :]]
+
+
+def use_bfloat16(precision: str) -> bool:
+    """ "auto" takes bfloat16 where the CPU has instructions for it."""
+    if precision == "auto":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return precision == "bfloat16"
+
+
+class Average:
+    """A moving average of the parameters; empty when it is not wanted."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.tensors: dict[str, Tensor] = (
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters()} if decay else {}
+        )
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        if self.tensors:
+            torch._foreach_lerp_(list(self.tensors.values()), list(model.parameters()), 1 - self.decay)
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name in self.tensors:
+                parameter.copy_(self.tensors[name])
+
+
+class Meter:
+    """Images per second and time left, from a moving average of the time of a step."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+        self.step_s: float | None = None
+        self.images_per_s = 0.0
+        self.last = time.monotonic()
+
+    def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int) -> Progress:
+        now = time.monotonic()
+        elapsed, self.last = now - self.last, now
+        self.step_s = elapsed if self.step_s is None else 0.95 * self.step_s + 0.05 * elapsed
+        self.done += 1
+        self.images_per_s = batch / self.step_s
+        return Progress(
+            epoch=epoch,
+            step=step + 1,
+            steps=steps,
+            loss=loss,
+            images_per_s=self.images_per_s,
+            left_s=(self.total - self.done) * self.step_s,
+        )
+
+
+def epoch_result(
+    model: Mixture,
+    images: Images,
+    data: DataSet,
+    held_out: np.ndarray,
+    config: TrainConfig,
+    epoch: int,
+    losses: list[float],
+    meter: Meter,
+) -> EpochResult:
+    """Per-exit accuracy on the held-out images with the running statistics, and the state of the gates."""
+    accuracy: dict[int, float] = {}
+    if len(held_out):
+        qualities = evaluate_exits(model, images.batches(data.train, held_out))
+        accuracy = {exit: quality.accuracy for exit, quality in qualities.items()}
+        meter.last = time.monotonic()
+    return EpochResult(
+        epoch=epoch + 1,
+        loss=sum(losses) / len(losses),
+        lr=learning_rate(config, (epoch + 1) / config.epochs),
+        images_per_s=meter.images_per_s,
+        entropy=gate_entropy(model),
+        accuracy=accuracy,
+    )
+
+
+def gate_entropy(model: Mixture) -> float:
+    """Mean entropy of the gates that decide something, in bits: 1 at the start, 0 when all are open or closed."""
+    if model.config.mixing == "sum":
+        return 0.0
+    base = {(sources[0], j) for j, sources in enumerate(model.lattice.inputs) if sources}
+    bits = [_bits(p) for edge, p in model.chain.detach().gates().items() if edge not in base]
+    return sum(bits) / len(bits) if bits else 0.0
+
+
+def _bits(p: float) -> float:
+    return -sum(q * math.log2(q) for q in (p, 1 - p) if q > 0)
+
+
+def card(model: Mixture, data: DataSet, config: TrainConfig, results: dict[str, Any]) -> str:
+    """The model card, README.md of the run folder."""
+    rows = "\n".join(f"| {exit} | {100 * value:.2f} |" for exit, value in results["accuracy"].items())
+    return f"""# {model.config.name}, trained on {data.name}
+
+A Convolutional Neural Mixture Model made by `cnmm train` (recipe `{config.recipe}`, {config.epochs} epochs, seed
+{config.seed}). One set of weights holds every exit and every operating point: `cnmm info` shows them.
+
+Accuracy (%) on {results["n"]} {results["split"]} images, expectation, nothing cut:
+
+| exit | accuracy |
+|---|---|
+{rows}
+
+Classes: {", ".join(data.classes)}. Images: {data.in_chans} x {data.size[0]} x {data.size[1]}, mean
+{", ".join(f"{value:.4f}" for value in data.mean)}, deviation {", ".join(f"{value:.4f}" for value in data.std)}.
+"""

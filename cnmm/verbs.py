@@ -1,0 +1,327 @@
+"""The verbs that need torch: `train` and `evaluate`. Torch itself is imported when they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from tyro.conf import Positional, arg
+
+import cnmm
+from cnmm.checkpoint import is_run, load, read_config, start_run, write_atomically
+from cnmm.config import ExitWeights, Gates, Precision, TrainConfig
+from cnmm.recipes import recipe
+from cnmm.terminal import NO_HINT, Common, print_table, say
+from cnmm.zoo import require_torch
+
+if TYPE_CHECKING:
+    from cnmm.data import DataSet
+    from cnmm.mixture import Mixture
+    from cnmm.train import EpochResult, Progress
+
+_RECIPE = arg(help_behavior_hint="(default: the recipe's)")
+DataName = Annotated[str, arg(metavar="KIND:DIR", help_behavior_hint="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """What differs from the recipe."""
+
+    epochs: Annotated[int | None, _RECIPE] = None
+    """Passes over the training images."""
+    batch_size: Annotated[int | None, _RECIPE] = None
+    """Images of a step."""
+    lr: Annotated[float | None, _RECIPE] = None
+    """Learning rate at its highest."""
+    warmup: Annotated[float | None, _RECIPE] = None
+    """Part of the training over which the rate rises."""
+    momentum: Annotated[float | None, _RECIPE] = None
+    """Momentum of SGD."""
+    nesterov: Annotated[bool | None, _RECIPE, tyro.conf.FlagConversionOff] = None
+    """Nesterov's momentum."""
+    weight_decay: Annotated[float | None, _RECIPE] = None
+    """Weight decay."""
+    decay_all: Annotated[bool | None, _RECIPE, tyro.conf.FlagConversionOff] = None
+    """Decay gates, normalisation and biases too."""
+    gates: Annotated[Gates | None, _RECIPE] = None
+    """Gates in training."""
+    group: Annotated[int | None, _RECIPE] = None
+    """Images that share a sample of the gates."""
+    temperature: Annotated[float | None, _RECIPE] = None
+    """Temperature of relaxed samples."""
+    exit_weights: Annotated[ExitWeights | None, _RECIPE] = None
+    """Weights of the exits' losses."""
+    label_smoothing: Annotated[float | None, _RECIPE] = None
+    """Label smoothing."""
+    ladder_start: Annotated[float | None, _RECIPE] = None
+    """Part of the training after which ladder tuning begins; 1: never."""
+    ladder_weight: Annotated[float | None, _RECIPE] = None
+    """Weight of the ladder's loss."""
+    average: Annotated[float | None, _RECIPE] = None
+    """Weight of the past in averaged parameters; 0: no averaging."""
+    crop: Annotated[int | None, _RECIPE] = None
+    """Pixels of padding before random crops."""
+    flip: Annotated[bool | None, _RECIPE, tyro.conf.FlagConversionOff] = None
+    """Mirror images at random."""
+    val: Annotated[int | None, _RECIPE] = None
+    """Training images held out for validation."""
+    seed: Annotated[int | None, _RECIPE] = None
+    """Seed of all randomness."""
+    precision: Annotated[Precision | None, _RECIPE] = None
+    """Type of activations; auto: bfloat16 where the CPU has the instructions."""
+
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a mixture on your images; Ctrl-C saves, and --resume goes on to the same result."""
+
+    data: DataName
+    """cifar10:DIR, cifar100:DIR, folder:DIR, fashion:DIR, or fashion (the embedded sample)."""
+    out: Annotated[Path, arg(aliases=["-o"], metavar="RUN")]
+    """The run folder to write."""
+    model: Annotated[str | None, arg(help_behavior_hint="(default: fits the images)")] = None
+    """A model of the zoo."""
+    recipe: Annotated[str, NO_HINT] = "quick"
+    """quick, cifar10 or cifar100 (the paper's)."""
+    resume: Annotated[bool, NO_HINT] = False
+    """Go on with the run in --out from its last checkpoint."""
+    skip_bad: Annotated[bool, NO_HINT] = False
+    """Leave out images that cannot be read."""
+    fields: Annotated[Fields, tyro.conf.arg(name="")] = Fields()
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        require_torch()
+        import torch
+
+        from cnmm.train import Stopped, train
+
+        config = recipe(self.recipe, **self.fields.given())
+        data = open_data(self.data, self.skip_bad)
+        torch.manual_seed(config.seed)
+        model = new_model(self.model, data)
+        if config.val and "val" not in self.fields.given():  # a small set keeps most of its images
+            config = dataclasses.replace(config, val=min(config.val, len(data.train) // 10))
+        start_run(self.out, model, resume=self.resume, train=config.to_dict(), data=describe(data))
+        with TrainingBar(config) as bar, stopping() as asked:
+            try:
+                trained = train(
+                    model,
+                    data,
+                    config,
+                    self.out,
+                    resume=self.resume,
+                    on_step=bar.step,
+                    on_epoch=bar.epoch,
+                    should_stop=lambda: bool(asked),
+                )
+            except Stopped as stop:
+                say(f"{stop}; go on with the same command and --resume")
+                raise KeyboardInterrupt from None
+        split = "test" if data.test is not None else "validation"
+        answer = evaluation(trained, data, config, split)
+        write_card(self.out, trained, data, config, answer)
+        return {"run": str(self.out), **answer}
+
+    def show(self, answer: dict[str, Any]) -> None:
+        show_exits(answer)
+        say(f"trained: {answer['run']}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measure the accuracy of a trained run, per exit."""
+
+    run: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    """A run folder."""
+    data: Annotated[str | None, arg(metavar="KIND:DIR", help_behavior_hint="(default: the run's own)")] = None
+    """Where the images are."""
+    split: Annotated[str, NO_HINT] = "test"
+    """test, or validation: the images that training held out."""
+    point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: nothing cut)")] = None
+    """An operating point such as e4c12."""
+    raw: Annotated[bool, NO_HINT] = False
+    """Keep the full mixture's statistics at a cut point, instead of re-estimating them on training images."""
+    monte_carlo: Annotated[int, arg(metavar="N", help_behavior_hint="(default: the expectation)")] = 0
+    """Average the probabilities of N samples of the gates."""
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        require_torch()
+        if not is_run(self.run):
+            raise ValueError(f"{self.run}: no run folder; `cnmm train --out {self.run} ...` makes one")
+        about = read_config(self.run)
+        config = TrainConfig(**about["train"]) if "train" in about else recipe("quick")
+        model = load(self.run)
+        spec = self.data or about.get("data", {}).get("spec")
+        if spec is None:
+            raise ValueError(f"{self.run} does not say what it was trained on; use --data, for example cifar10:DIR")
+        data = dataclasses.replace(open_data(spec, False), **preprocessing(about))
+        return evaluation(model, data, config, self.split, self.point, raw=self.raw, monte_carlo=self.monte_carlo)
+
+    def show(self, answer: dict[str, Any]) -> None:
+        show_exits(answer)
+
+
+def open_data(spec: str, skip_bad: bool) -> DataSet:
+    from cnmm.data import open_data as opened
+
+    data = opened(spec, skip_bad=skip_bad)
+    for name in data.skipped:
+        say(f"skipped {name}: cannot be read")
+    return data
+
+
+def new_model(name: str | None, data: DataSet) -> Mixture:
+    """The model for a data set: the one asked for, or the one that fits."""
+    from cnmm.data import suggest_model
+
+    if name is None:
+        name, _, why = suggest_model(data)
+        say(f"model {name}: {why}")
+    return cnmm.create_model(name, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size)
+
+
+def describe(data: DataSet) -> dict[str, Any]:
+    """What config.json says of the data."""
+    fields = ("name", "spec", "classes", "mean", "std", "size")
+    return {field: getattr(data, field) for field in fields}
+
+
+def preprocessing(about: dict[str, Any]) -> dict[str, Any]:
+    """Mean and deviation travel with the weights, whatever images they meet."""
+    data = about.get("data", {})
+    return {field: tuple(data[field]) for field in ("mean", "std") if field in data}
+
+
+def evaluation(
+    model: Mixture,
+    data: DataSet,
+    config: TrainConfig,
+    split: str,
+    point: str | None = None,
+    *,
+    raw: bool = False,
+    monte_carlo: int = 0,
+) -> dict[str, Any]:
+    """The answer of `evaluate`."""
+    import numpy as np
+
+    from cnmm.data import hold_out
+    from cnmm.evaluate import evaluate_exits, reestimated
+    from cnmm.train import Images, seeded
+
+    chosen = cnmm.named_point(model, point) if point else None
+    kept, held_out = hold_out(data.train.labels, config.val, config.seed)
+    images = Images(data, config)
+    if split == "validation":
+        part, indices = data.train, held_out
+    elif split == "test" and data.test is not None:
+        part, indices = data.test, np.arange(len(data.test))
+    else:
+        raise ValueError(f"split {split!r}: allowed are test (if the data set has one) and validation")
+    if len(indices) == 0:
+        raise ValueError(f"split {split!r}: no images were held out (val=0); use --split test")
+    if chosen and not raw:
+        model = reestimated(model, images.statistics_batches(data.train, kept), chosen)
+    batches = images.batches(part, indices)
+    generator = seeded(config.seed, "monte-carlo")
+    qualities = evaluate_exits(model, batches, chosen, monte_carlo=monte_carlo, generator=generator)
+    costs = cnmm.CostTable.of(model.config)
+    last = max(qualities)
+    name = chosen.name if chosen else f"e{last}c0"
+    macs = costs.point(chosen).macs if chosen else costs.exit(last).macs
+    exits = [
+        {"exit": exit, "macs": macs if exit == last else costs.exit(exit).macs if not chosen else None}
+        | dataclasses.asdict(quality)
+        for exit, quality in qualities.items()
+    ]
+    statistics = "raw" if chosen and raw else "re-estimated"
+    return {"point": name, "macs": macs, "split": split, "statistics": statistics} | {
+        "accuracy": qualities[last].accuracy,
+        "mean_class_accuracy": qualities[last].mean_class_accuracy,
+        "n": qualities[last].n,
+        "exits": exits,
+    }
+
+
+def show_exits(answer: dict[str, Any]) -> None:
+    rows = []
+    for row in answer["exits"]:
+        interval = f"{100 * row['low']:.2f} - {100 * row['high']:.2f}"
+        macs = "" if row["macs"] is None else f"{row['macs']:,}"
+        rows.append(
+            (row["exit"], macs, f"{100 * row['accuracy']:.2f}", interval, f"{100 * row['mean_class_accuracy']:.2f}")
+        )
+    print_table(("exit", "macs", "accuracy %", "95 % interval", "mean class accuracy %"), rows)
+    say(f"{answer['point']}, {answer['n']:,} {answer['split']} images, {answer['statistics']} statistics")
+
+
+def write_card(folder: Path, model: Mixture, data: DataSet, config: TrainConfig, answer: dict[str, Any]) -> None:
+    from cnmm.train import card
+
+    accuracy = {row["exit"]: row["accuracy"] for row in answer["exits"]}
+    text = card(model, data, config, {"accuracy": accuracy, "n": answer["n"], "split": answer["split"]})
+    write_atomically(folder / "README.md", text.encode())
+
+
+@contextmanager
+def stopping() -> Iterator[list[bool]]:
+    """While this runs, the first Ctrl-C only asks to stop after the step; a second one interrupts at once."""
+    asked: list[bool] = []
+
+    def ask(*_: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+        say("stopping after this step (again: at once)")
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class TrainingBar:
+    """Progress on stderr: a bar with images per second and time left, and one line per epoch."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.task = self.bar.add_task("", words="", total=None)
+        self.config = config
+
+    def __enter__(self) -> TrainingBar:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def step(self, progress: Progress) -> None:
+        left = f"{int(progress.left_s) // 60}:{int(progress.left_s) % 60:02d}"
+        self.bar.update(
+            self.task,
+            description=f"epoch {progress.epoch + 1}/{self.config.epochs}",
+            total=progress.steps,
+            completed=progress.step,
+            words=f"loss {progress.loss:.3f}  {progress.images_per_s:.0f} images/s  {left} left",
+        )
+
+    def epoch(self, result: EpochResult) -> None:
+        exits = " ".join(f"{100 * value:.1f}" for value in result.accuracy.values())
+        words = f"loss {result.loss:.3f}  validation % by exit: {exits}  gate entropy {result.entropy:.2f} bits"
+        self.bar.console.print(f"epoch {result.epoch}/{self.config.epochs}  {words}", highlight=False)
