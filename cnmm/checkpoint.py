@@ -109,7 +109,7 @@ def restore(folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, aver
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{path}: {error}")
             continue
-        targets = _state(model, optimizer, average, create=True)
+        targets = _state(model, optimizer, average)
         if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in targets.items()}:
             raise ValueError(f"{path}: its tensors are not those of this model; choose another folder with --out")
         with torch.no_grad():
@@ -121,20 +121,17 @@ def restore(folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, aver
     return 0
 
 
-def _state(
-    model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor], *, create: bool = False
-) -> dict[str, Tensor]:
-    """All tensors that a training goes on from, by name; `create`: make momentum that is not there yet."""
+def _state(model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors that a training goes on from, by name; momentum that is not there yet is zero."""
     import torch
 
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     state |= {f"average.{name}": tensor for name, tensor in average.items()}
     for name, parameter in model.named_parameters():
         slot = optimizer.state[parameter]
-        if create and slot.get("momentum_buffer") is None:
+        if slot.get("momentum_buffer") is None:
             slot["momentum_buffer"] = torch.zeros_like(parameter)
-        if slot.get("momentum_buffer") is not None:
-            state[f"momentum.{name}"] = slot["momentum_buffer"]
+        state[f"momentum.{name}"] = slot["momentum_buffer"]
     return state
 
 

@@ -93,6 +93,7 @@ def train(
     model.train()
     meter = Meter(total=config.epochs * steps, done=done)
     saved_at = time.monotonic()
+    stop = False
 
     for epoch in range(done // steps, config.epochs):
         order = torch.randperm(len(kept), generator=seeded(config.seed, "order", epoch)).numpy()
@@ -115,17 +116,19 @@ def train(
             done += 1
             losses.append(loss.item())
             on_step(meter.tick(epoch, step, steps, loss.item(), config.batch_size))
-            if should_stop() or time.monotonic() - saved_at > save_every_s:
+            stop = should_stop()
+            if step + 1 < steps and (stop or time.monotonic() - saved_at > save_every_s):
                 checkpoint.save_state(folder, model, optimizer, average.tensors, done)
                 saved_at = time.monotonic()
-                if should_stop():
+                if stop:
                     raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
-        if losses:
-            result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
-            checkpoint.append_log(folder, {"step": done, **asdict(result)})
-            on_epoch(result)
+        result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
+        checkpoint.append_log(folder, {"step": done, **asdict(result)})
+        on_epoch(result)
         checkpoint.save_state(folder, model, optimizer, average.tensors, done)
         saved_at = time.monotonic()
+        if stop and epoch + 1 < config.epochs:
+            raise Stopped(f"stopped after epoch {epoch + 1}")
 
     average.copy_to(model)
     model = reestimated(model, images.statistics_batches(data.train, kept))

@@ -36,6 +36,13 @@ OPTIONS = {
         *("--num-classes", "--in-chans", "--input-size", "--stem-stride", "--channels", "--json", "--debug"),
         *("-o", "--out", "--point"),
     },
+    "train": {
+        *("--data", "-o", "--out", "--model", "--recipe", "--resume", "--skip-bad", "--json", "--debug"),
+        *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
+        *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
+        *("--ladder-weight", "--average", "--crop", "--flip", "--val", "--seed", "--precision"),
+    },
+    "evaluate": {"--data", "--split", "--point", "--raw", "--monte-carlo", "--json", "--debug"},
 }
 """The contract: scripts of users depend on every one of these."""
 

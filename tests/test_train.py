@@ -1,0 +1,467 @@
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cnmm
+from cnmm import checkpoint
+from cnmm.config import TrainConfig
+from cnmm.data import ArraySplit, DataSet, fashion_sample
+from cnmm.evaluate import evaluate_exits, quality_of, reestimated
+from cnmm.recipes import list_recipes, recipe
+from cnmm.train import (
+    Average,
+    Images,
+    NotFinite,
+    Stopped,
+    augment,
+    exit_weights,
+    gate_entropy,
+    ladder_loss,
+    learning_rate,
+    make_optimizer,
+    seeded,
+    train,
+    training_loss,
+    use_bfloat16,
+)
+
+
+def small_config(**options):
+    return recipe("quick", **{"epochs": 2, "batch_size": 16, "val": 20, "lr": 0.05, **options})
+
+
+def small_data(num=100):
+    """The first images of the embedded sample."""
+    images, labels = fashion_sample("train")
+    test_images, test_labels = fashion_sample("test")
+    return DataSet(
+        name="fashion",
+        spec="fashion",
+        classes=tuple("abcdefghij"),
+        train=ArraySplit(images=images[:num], labels=labels[:num]),
+        test=ArraySplit(images=test_images[:50], labels=test_labels[:50]),
+        mean=(0.29,),
+        std=(0.35,),
+        size=(28, 28),
+        in_chans=1,
+    )
+
+
+def new_model(seed=0, **options):
+    torch.manual_seed(seed)
+    return cnmm.create_model("cnmm_tiny", **{"channels": 8, **options})
+
+
+def weights(model):
+    return model.state_dict()
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_recipes_of_the_paper_are_the_papers():
+    for name in ("cifar10", "cifar100"):
+        config = recipe(name)
+        assert (config.epochs, config.batch_size, config.lr, config.weight_decay) == (300, 64, 0.1, 1e-4)
+        assert (config.momentum, config.nesterov, config.warmup, config.decay_all) == (0.9, False, 0.0, True)
+        assert (config.gates, config.temperature, config.exit_weights) == ("relaxed", 2.0, "linear")
+        assert config.ladder_start == 1.0
+    assert list_recipes() == ["quick", "cifar10", "cifar100"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs=0: a whole number"),
+        ({"batch_size": 1}, "at least 2 images"),
+        ({"lr": 0.0}, "lr=0.0: a positive number"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"ladder_start": 1.5}, "ladder_start=1.5: a number from 0 to 1"),
+        ({"gates": "soft"}, "gates='soft': allowed are expectation, relaxed, hard"),
+        ({"val": -1}, "val=-1"),
+        ({"learning_rate": 1}, "unknown training option 'learning_rate'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        recipe("quick", **options)
+
+
+def test_unknown_recipes_list_the_known():
+    with pytest.raises(ValueError, match="unknown recipe 'slow': allowed are quick, cifar10, cifar100"):
+        recipe("slow")
+
+
+def test_learning_rate_rises_and_falls_to_zero():
+    config = small_config(lr=1.0, warmup=0.2)
+    rates = [learning_rate(config, part) for part in (0.0, 0.1, 0.2, 0.6, 1.0)]
+    assert rates == pytest.approx([0, 0.5, 1, 0.5, 0])
+    assert learning_rate(small_config(lr=1.0, warmup=0.0), 0.5) == pytest.approx(0.5)
+
+
+def test_exit_weights_are_linear_and_sum_to_one():
+    assert exit_weights([1, 2, 3], recipe("cifar10")) == pytest.approx({1: 1 / 6, 2: 2 / 6, 3: 3 / 6})
+    assert exit_weights([1, 2], small_config(exit_weights="equal")) == {1: 0.5, 2: 0.5}
+    assert exit_weights([6], recipe("cifar10")) == {6: 1.0}  # CNMM-single
+
+
+def test_the_loss_is_equation_nine():
+    model, config = new_model(), recipe("cifar10", group=1)
+    x, labels = torch.randn(6, 1, 28, 28), torch.arange(6)
+    loss = training_loss(model, x, labels, config, part=0.0, at=(0, 3))
+    logits = model.forward_exits(x, gates="relaxed", group=1, generator=seeded(0, "gates", 0, 3))
+    expected = sum(k * F.cross_entropy(logits[k], labels) for k in (1, 2, 3)) / 6
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_ladder_tuning_begins_when_told_and_leaves_statistics_alone():
+    model, config = new_model(), small_config(ladder_start=0.5, ladder_weight=2.0)
+    x, labels = torch.randn(6, 1, 28, 28), torch.arange(6)
+    before = training_loss(model, x, labels, config, part=0.4, at=(0, 1)).item()
+    after = training_loss(model, x, labels, config, part=0.6, at=(0, 1)).item()
+    teacher = model.forward_exits(x)[3].detach()
+    extra = ladder_loss(model, x, labels, teacher, config, (0, 1)).item()
+    assert extra > 0
+    assert after == pytest.approx(before + 2 * extra, abs=1e-5)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    ladder_loss(model, x, labels, teacher, config, (0, 2))
+    assert same(buffers, dict(model.named_buffers()))
+
+
+def test_ladder_tuning_visits_exits_and_cuts():
+    model, config = new_model(), small_config()
+    x, labels = torch.randn(4, 1, 28, 28), torch.arange(4)
+    teacher = model.forward_exits(x)[3].detach()
+    losses = {round(ladder_loss(model, x, labels, teacher, config, (0, step)).item(), 6) for step in range(12)}
+    assert len(losses) > 5
+
+
+def test_weight_decay_spares_what_it_should():
+    model = new_model()
+    everything = make_optimizer(model, recipe("cifar10"))
+    assert [group["weight_decay"] for group in everything.param_groups] == [1e-4]
+    decayed, plain = make_optimizer(model, recipe("quick")).param_groups
+    assert decayed["weight_decay"] == 5e-4
+    assert plain["weight_decay"] == 0
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(parameter.dim() > 1 for parameter in decayed["params"])
+    spared = {names[id(parameter)] for parameter in plain["params"]}
+    assert "gate_logits" in spared
+    assert "classifiers.1.bias" in spared
+    assert not {name for name in spared if name.endswith(("mix.weight", "depthwise", "pointwise", "outputs.1.weight"))}
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+def test_augmentation_is_a_crop_and_a_flip():
+    images = torch.arange(1, 1 + 64 * 6 * 5 * 2, dtype=torch.int64).remainder(250).add(1).to(torch.uint8)
+    images = images.view(64, 6, 5, 2)
+    config = small_config(crop=2, flip=True)
+    result = augment(images, config, seeded(0, "test"))
+    assert result.shape == images.shape
+    found = set()
+    for before, after in zip(images, result, strict=True):
+        padded = F.pad(before, (0, 0, 2, 2, 2, 2))
+        options = {}
+        for down in range(5):
+            for right in range(5):
+                window = padded[down : down + 6, right : right + 5]
+                options[down, right, False] = window
+                options[down, right, True] = F.pad(before, (0, 0, 2, 2, 2, 2))[down : down + 6, right : right + 5].flip(
+                    1
+                )
+        match = [key for key, value in options.items() if torch.equal(value, after)]
+        assert match
+        found.add(match[0])
+    assert {flip for *_, flip in found} == {False, True}
+    assert len({key[:2] for key in found}) > 10
+    assert torch.equal(augment(images, small_config(crop=0, flip=False), seeded(0)), images)
+    assert torch.equal(result, augment(images, config, seeded(0, "test")))
+
+
+def test_images_are_normalised_by_the_training_set():
+    data = small_data()
+    images = Images(data, small_config())
+    x, labels = next(images.batches(data.train, np.arange(4)))
+    expected = (torch.from_numpy(data.train.images[:4]).permute(0, 3, 1, 2).float() / 255 - 0.29) / 0.35
+    assert torch.allclose(x, expected, atol=1e-5)
+    assert labels.tolist() == data.train.labels[:4].tolist()
+    assert not use_bfloat16("float32")
+    assert use_bfloat16("bfloat16")
+
+
+def test_training_learns_and_writes_a_run(tmp_path):
+    data, config = small_data(400), small_config(epochs=6, val=100, ladder_start=0.5)
+    model = new_model()
+    checkpoint.start_run(tmp_path, model, resume=False, train=config.to_dict())
+    steps, epochs = [], []
+    trained = train(model, data, config, tmp_path, on_step=steps.append, on_epoch=epochs.append)
+    assert len(steps) == 6 * (300 // 16)
+    assert steps[-1].left_s == 0
+    assert all(progress.images_per_s > 0 for progress in steps)
+    assert epochs[-1].accuracy[3] > 0.3  # ten classes
+    assert epochs[0].loss > epochs[2].loss  # before the ladder adds its own
+    assert [line["epoch"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert same(weights(cnmm.load(tmp_path)), weights(trained))
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+    assert 0 < gate_entropy(trained) < 1
+    measured = evaluate_exits(trained, Images(data, config).batches(data.test, np.arange(50)))
+    assert measured[3].accuracy > 0.3
+    assert measured[3].n == 50
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+@pytest.mark.parametrize("after", [1, 5, 8])
+def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, after, average):
+    """Bit by bit, wherever it was stopped: in an epoch, at its end, and with ladder tuning under way."""
+    data, config = small_data(), small_config(ladder_start=0.4, gates="relaxed", group=4, average=average)
+    whole = train(new_model(), data, config, folder(tmp_path / "whole"))
+    count = []
+    with pytest.raises(Stopped, match="stopped after epoch"):
+        train(
+            new_model(),
+            data,
+            config,
+            folder(tmp_path / "parts"),
+            on_step=count.append,
+            should_stop=lambda: len(count) == after,
+        )
+    resumed = train(new_model(seed=99), data, config, tmp_path / "parts", resume=True)
+    assert same(weights(whole), weights(resumed))
+    assert [line["epoch"] for line in lines(tmp_path / "parts")] == [1, 2]
+
+
+def folder(path):
+    path.mkdir()
+    return path
+
+
+def test_different_seeds_give_different_weights(tmp_path):
+    data = small_data()
+    runs = [train(new_model(), data, small_config(seed=s), folder(tmp_path / str(s))) for s in (0, 1)]
+    assert not same(weights(runs[0]), weights(runs[1]))
+
+
+def test_the_log_is_cut_back_to_the_checkpoint(tmp_path):
+    for step in (5, 10, 15):
+        checkpoint.append_log(tmp_path, {"step": step})
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 2')  # the power failed here
+    checkpoint.cut_log(tmp_path, 10)
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10]
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+    model, config = new_model(), small_config()
+    optimizer = make_optimizer(model, config)
+    checkpoint.save_state(tmp_path, model, optimizer, {}, 1)
+    expected = {name: tensor.clone() for name, tensor in weights(model).items()}
+    with torch.no_grad():
+        model.stem.add_(1)
+    for step in (2, 3):
+        checkpoint.save_state(tmp_path, model, optimizer, {}, step)
+    newest = tmp_path / "checkpoints" / "step-00000003" / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    fresh = new_model(seed=5)
+    assert checkpoint.restore(tmp_path, fresh, make_optimizer(fresh, config), {}) == 2
+    assert same(weights(fresh), weights(model))
+    assert not same(weights(fresh), expected)
+    older = tmp_path / "checkpoints" / "step-00000002" / "state.safetensors"
+    older.write_bytes(b"")
+    with pytest.raises(ValueError, match="no checkpoint can be read"):
+        checkpoint.restore(tmp_path, fresh, make_optimizer(fresh, config), {})
+
+
+def test_a_full_disk_leaves_earlier_checkpoints(tmp_path, monkeypatch):
+    model, config = new_model(), small_config()
+    optimizer = make_optimizer(model, config)
+    checkpoint.save_state(tmp_path, model, optimizer, {}, 1)
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save_state(tmp_path, model, optimizer, {}, 2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path):
+    model, config = new_model(), small_config()
+    with torch.no_grad():
+        model.classifiers["3"].bias.fill_(float("nan"))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(NotFinite, match="the loss is nan at epoch 1, step 1; the step was not taken"):
+        train(model, small_data(), config, tmp_path)
+    after = dict(model.named_parameters())
+    assert all(torch.equal(before[name], after[name]) for name in before if name != "classifiers.3.bias")
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path):
+    model, config = new_model(), small_config()
+    with pytest.raises(ValueError, match="nothing to resume"):
+        checkpoint.start_run(tmp_path / "new", model, resume=True)
+    checkpoint.start_run(tmp_path, model, resume=False, train=config.to_dict())
+    with pytest.raises(ValueError, match="already holds a run; go on with --resume"):
+        checkpoint.start_run(tmp_path, model, resume=False, train=config.to_dict())
+    checkpoint.start_run(tmp_path, model, resume=True, train=config.to_dict())
+    other = dataclasses.replace(config, lr=0.3)
+    with pytest.raises(ValueError, match=r"train\.lr is 0\.05 there, 0\.3 now"):
+        checkpoint.start_run(tmp_path, model, resume=True, train=other.to_dict())
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="its training has not ended"):
+        cnmm.load(tmp_path)
+
+
+def test_a_set_that_is_too_small_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="batch_size=200: there are only 80 training images"):
+        train(new_model(), small_data(), small_config(batch_size=200), tmp_path)
+
+
+@pytest.mark.parametrize("variant", [{"exits": "last"}, {"mixing": "sum"}, {"gate_init": "uniform"}])
+def test_every_variant_of_the_paper_trains(tmp_path, variant):
+    trained = train(new_model(**variant), small_data(), small_config(epochs=1), tmp_path)
+    assert all(torch.isfinite(tensor).all() for tensor in weights(trained).values())
+
+
+def test_averages_follow_the_parameters():
+    model = new_model()
+    average = Average(model, 0.5)
+    start = model.stem.detach().clone()
+    with torch.no_grad():
+        model.stem.add_(1)
+    average.update(model)
+    average.copy_to(model)
+    assert torch.allclose(model.stem, start + 0.5, atol=1e-6)
+    assert Average(model, 0.0).tensors == {}
+
+
+def test_quality_is_what_torchmetrics_says():
+    from torchmetrics.functional.classification import multiclass_accuracy
+
+    torch.manual_seed(0)
+    labels, predicted = torch.randint(7, (300,)), torch.randint(7, (300,))
+    predicted[:150] = labels[:150]
+    quality = quality_of(predicted, labels, 7)
+    micro = multiclass_accuracy(predicted, labels, 7, average="micro").item()
+    macro = multiclass_accuracy(predicted, labels, 7, average="macro").item()
+    assert (quality.accuracy, quality.mean_class_accuracy) == pytest.approx((micro, macro), abs=1e-6)
+    assert quality.low < quality.accuracy < quality.high
+    half = quality_of(torch.tensor([0, 1] * 50), torch.zeros(100, dtype=torch.long), 2)
+    assert (half.low, half.high) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's interval of 50 in 100
+    assert half.mean_class_accuracy == 0.5  # class 1 does not occur
+
+
+def test_reestimated_statistics_are_those_of_expectation_mode_at_the_point():
+    model = new_model().eval()
+    point = cnmm.cutting_order(model)[4]
+    batches = [torch.randn(50, 1, 28, 28) for _ in range(3)]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    copied = reestimated(model, batches, point)
+    assert same(before, dict(model.named_buffers()))  # the model itself is left alone
+    by_hand = []
+    with torch.no_grad():
+        for batch in batches:
+            fresh = new_model().train()
+            for module in fresh.modules():
+                if isinstance(module, cnmm.blocks.Statistics):
+                    module.momentum = 1.0
+            fresh(batch, point)
+            by_hand.append(dict(fresh.named_buffers()))
+    for name in ("maps.1.statistics.mean", "maps.1.statistics.var", "outputs.1.statistics.mean"):
+        expected = sum(buffers[name] for buffers in by_hand) / 3
+        if name.startswith("outputs"):
+            expected, found = expected[-1], dict(copied.named_buffers())[name][-1]
+        else:
+            found = dict(copied.named_buffers())[name]
+        assert torch.allclose(found, expected, atol=1e-5), name
+
+
+COMMAND = ["train", "--data", "fashion", "--model", "cnmm_tiny", "--epochs", "2", "--batch-size", "600", "--val", "600"]
+
+
+def command(*args):
+    return [sys.executable, "-m", "cnmm", *args]
+
+
+def test_kill_and_resume_give_the_same_weights_bit_by_bit(tmp_path):
+    """The real thing: a process that is killed without warning, then --resume."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(*COMMAND, "--out", str(tmp_path / "whole"), "--json"), env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["n"] == 1000
+    assert [row["exit"] for row in answer["exits"]] == [1, 2, 3]
+    part = subprocess.Popen(
+        command(*COMMAND, "--out", str(tmp_path / "part")), env=environment, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "part" / "log.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.7)  # somewhere in the second epoch
+    part.send_signal(signal.SIGKILL)
+    part.wait()
+    assert not (tmp_path / "part" / "model.safetensors").exists()
+    refused = subprocess.run(command(*COMMAND, "--out", str(tmp_path / "part")), capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "already holds a run; go on with --resume" in refused.stderr
+    again = subprocess.run(
+        command(*COMMAND, "--out", str(tmp_path / "part"), "--resume"), env=environment, capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "part"))
+    assert one.read_bytes() == other.read_bytes()
+    check_evaluate(tmp_path / "whole", answer)
+
+
+def check_evaluate(run, answer):
+    """`cnmm evaluate` finds what `cnmm train` reported, and measures points, raw and re-estimated."""
+    measured = json.loads(subprocess.check_output(command("evaluate", str(run), "--json")))
+    assert measured["accuracy"] == answer["accuracy"]
+    fields = {"point", "macs", "accuracy", "mean_class_accuracy", "n", "exits", "split", "statistics"}
+    assert fields <= measured.keys()
+    cut = json.loads(
+        subprocess.check_output(command("evaluate", str(run), "--point", "e3c5", "--split", "validation", "--json"))
+    )
+    assert (cut["point"], cut["n"], cut["statistics"]) == ("e3c5", 600, "re-estimated")
+    assert cut["macs"] < measured["macs"]
+    raw = json.loads(subprocess.check_output(command("evaluate", str(run), "--point", "e3c5", "--raw", "--json")))
+    assert raw["statistics"] == "raw"
+    sampled = json.loads(subprocess.check_output(command("evaluate", str(run), "--monte-carlo", "2", "--json")))
+    assert [row["exit"] for row in sampled["exits"]] == [3]
+
+
+def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
+    process = subprocess.Popen(
+        command(*COMMAND, "--epochs", "50", "--out", str(tmp_path / "run")), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "log.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "--resume" in words
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_the_flags_are_the_fields_of_the_config():
+    from cnmm.verbs import Fields
+
+    fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe"}
+    assert {field.name for field in dataclasses.fields(Fields)} == fields
