@@ -88,6 +88,7 @@ def save_state(
     try:
         write_atomically(aside / STATE_FILE, _to_bytes(_state(model, optimizer, average)))
         write_json(aside / "state.json", {"step": step})
+        os.chmod(aside, 0o755)
         os.replace(aside, final)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

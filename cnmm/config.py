@@ -120,6 +120,8 @@ class TrainConfig:
     """Part of the training after which ladder tuning begins (each step also runs one random point); 1: never."""
     ladder_weight: float = 1.0
     """Weight of that point's loss, half cross-entropy and half distillation from the full mixture's last exit."""
+    clip: float = 0.0
+    """Largest norm of a step's gradient, longer ones are shortened to it; 0: no limit."""
     average: float = 0.0
     """Weight of the past in the moving average of the parameters that the result is taken from; 0: no averaging."""
     crop: int = 4
@@ -150,7 +152,7 @@ class TrainConfig:
         for field in ("warmup", "momentum", "label_smoothing", "ladder_start", "average"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"{field}={getattr(self, field)!r}: a number from 0 to 1 is needed")
-        for field in ("val", "crop", "weight_decay", "ladder_weight", "seed"):
+        for field in ("val", "crop", "weight_decay", "ladder_weight", "clip", "seed"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}={getattr(self, field)!r}: zero or a positive number is needed")
 

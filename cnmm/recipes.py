@@ -53,6 +53,7 @@ def quick() -> TrainConfig:
         gates="expectation",
         group=None,
         ladder_start=0.6,
+        clip=1.0,
     )
 
 

@@ -109,6 +109,8 @@ def train(
                 )
             optimizer.zero_grad()
             torch.autograd.backward(loss)
+            if config.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), config.clip)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, done / (config.epochs * steps))
             optimizer.step()

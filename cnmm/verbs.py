@@ -63,6 +63,8 @@ class Fields:
     """Part of the training after which ladder tuning begins; 1: never."""
     ladder_weight: Annotated[float | None, _RECIPE] = None
     """Weight of the ladder's loss."""
+    clip: Annotated[float | None, _RECIPE] = None
+    """Largest norm of a step's gradient; 0: no limit."""
     average: Annotated[float | None, _RECIPE] = None
     """Weight of the past in averaged parameters; 0: no averaging."""
     crop: Annotated[int | None, _RECIPE] = None
@@ -92,6 +94,8 @@ class Train:
     """A model of the zoo."""
     recipe: Annotated[str, NO_HINT] = "quick"
     """quick, cifar10 or cifar100 (the paper's)."""
+    init: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="(default: from nothing)")] = None
+    """Start from the weights of a trained run; the classes may be others."""
     resume: Annotated[bool, NO_HINT] = False
     """Go on with the run in --out from its last checkpoint."""
     skip_bad: Annotated[bool, NO_HINT] = False
@@ -108,10 +112,11 @@ class Train:
         config = recipe(self.recipe, **self.fields.given())
         data = open_data(self.data, self.skip_bad)
         torch.manual_seed(config.seed)
-        model = new_model(self.model, data)
+        model = new_model(self.model, data, self.init)
         if config.val and "val" not in self.fields.given():  # a small set keeps most of its images
             config = dataclasses.replace(config, val=min(config.val, len(data.train) // 10))
-        start_run(self.out, model, resume=self.resume, train=config.to_dict(), data=describe(data))
+        about = {"data": describe(data), **({"init": str(self.init)} if self.init else {})}
+        start_run(self.out, model, resume=self.resume, train=config.to_dict(), **about)
         with TrainingBar(config) as bar, stopping() as asked:
             try:
                 trained = train(
@@ -165,30 +170,49 @@ class Evaluate:
         spec = self.data or about.get("data", {}).get("spec")
         if spec is None:
             raise ValueError(f"{self.run} does not say what it was trained on; use --data, for example cifar10:DIR")
-        data = dataclasses.replace(open_data(spec, False), **preprocessing(about))
+        data = dataclasses.replace(open_data(spec, False, model.config.input_size), **preprocessing(about))
+        if len(data.classes) != model.config.num_classes:
+            raise ValueError(f"{spec} has {len(data.classes)} classes, {self.run} has {model.config.num_classes}")
         return evaluation(model, data, config, self.split, self.point, raw=self.raw, monte_carlo=self.monte_carlo)
 
     def show(self, answer: dict[str, Any]) -> None:
         show_exits(answer)
 
 
-def open_data(spec: str, skip_bad: bool) -> DataSet:
+def open_data(spec: str, skip_bad: bool, size: tuple[int, int] | None = None) -> DataSet:
     from cnmm.data import open_data as opened
 
-    data = opened(spec, skip_bad=skip_bad)
+    data = opened(spec, skip_bad=skip_bad, size=size)
     for name in data.skipped:
         say(f"skipped {name}: cannot be read")
     return data
 
 
-def new_model(name: str | None, data: DataSet) -> Mixture:
-    """The model for a data set: the one asked for, or the one that fits."""
+def new_model(name: str | None, data: DataSet, init: Path | None) -> Mixture:
+    """The model for a data set: the one asked for, or that of the run it starts from, or the one that fits."""
     from cnmm.data import suggest_model
 
+    if init is not None:
+        trained = load(init)
+        if name not in (None, trained.config.name):
+            raise ValueError(f"--model {name}: {init} holds a {trained.config.name}; leave --model out")
+        config = dataclasses.replace(trained.config, num_classes=len(data.classes), input_size=data.size)
+        if config.in_chans != data.in_chans:
+            raise ValueError(f"--init {init}: it takes {config.in_chans} channels, the images have {data.in_chans}")
+        model: Mixture = require_torch().Mixture(config)
+        copy_weights(trained, model)
+        return model
     if name is None:
         name, _, why = suggest_model(data)
         say(f"model {name}: {why}")
     return cnmm.create_model(name, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size)
+
+
+def copy_weights(trained: Mixture, model: Mixture) -> None:
+    """All weights and statistics; classifiers of another number of classes start anew."""
+    state = model.state_dict()
+    found = {name: value for name, value in trained.state_dict().items() if value.shape == state[name].shape}
+    model.load_state_dict({**state, **found})
 
 
 def describe(data: DataSet) -> dict[str, Any]:
@@ -324,4 +348,5 @@ class TrainingBar:
     def epoch(self, result: EpochResult) -> None:
         exits = " ".join(f"{100 * value:.1f}" for value in result.accuracy.values())
         words = f"loss {result.loss:.3f}  validation % by exit: {exits}  gate entropy {result.entropy:.2f} bits"
-        self.bar.console.print(f"epoch {result.epoch}/{self.config.epochs}  {words}", highlight=False)
+        line = f"epoch {result.epoch}/{self.config.epochs}  {words}"
+        self.bar.console.print(line, highlight=False, soft_wrap=True)

@@ -37,10 +37,10 @@ OPTIONS = {
         *("-o", "--out", "--point"),
     },
     "train": {
-        *("--data", "-o", "--out", "--model", "--recipe", "--resume", "--skip-bad", "--json", "--debug"),
+        *("--data", "-o", "--out", "--model", "--recipe", "--init", "--resume", "--skip-bad", "--json", "--debug"),
         *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
         *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
-        *("--ladder-weight", "--average", "--crop", "--flip", "--val", "--seed", "--precision"),
+        *("--ladder-weight", "--clip", "--average", "--crop", "--flip", "--val", "--seed", "--precision"),
     },
     "evaluate": {"--data", "--split", "--point", "--raw", "--monte-carlo", "--json", "--debug"},
 }

@@ -337,6 +337,21 @@ def test_every_variant_of_the_paper_trains(tmp_path, variant):
     assert all(torch.isfinite(tensor).all() for tensor in weights(trained).values())
 
 
+def test_long_gradients_are_shortened(tmp_path):
+    """With a tiny limit and neither momentum nor decay, a step moves the parameters by rate x limit at most."""
+    model = new_model()
+    before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+    config = small_config(epochs=1, clip=1e-3, momentum=0.0, nesterov=False, weight_decay=0.0, warmup=0.0, lr=1.0)
+    moved = []
+
+    def measure(_):
+        now = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        moved.append((now - before).norm().item())
+
+    train(model, small_data(), config, tmp_path, on_step=measure)
+    assert moved[0] == pytest.approx(1e-3, rel=0.01)
+
+
 def test_averages_follow_the_parameters():
     model = new_model()
     average = Average(model, 0.5)
@@ -458,6 +473,23 @@ def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
     assert process.returncode == 130
     assert "--resume" in words
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_training_can_start_from_a_trained_run_with_other_classes(tmp_path):
+    from cnmm.verbs import new_model as model_for
+
+    trained = new_model(num_classes=4)
+    cnmm.save(trained, tmp_path)
+    model = model_for(None, small_data(), tmp_path)
+    assert model.config == dataclasses.replace(trained.config, num_classes=10)
+    fresh = {name for name, value in model.state_dict().items() if value.shape != trained.state_dict()[name].shape}
+    assert fresh == {f"classifiers.{k}.{part}" for k in (1, 2, 3) for part in ("weight", "bias")}
+    for name, value in trained.state_dict().items():
+        assert name in fresh or torch.equal(value, model.state_dict()[name])
+    with pytest.raises(ValueError, match="holds a cnmm_tiny; leave --model out"):
+        model_for("cnmm_b6s3", small_data(), tmp_path)
+    with pytest.raises(ValueError, match="it takes 1 channels, the images have 3"):
+        model_for(None, dataclasses.replace(small_data(), in_chans=3), tmp_path)
 
 
 def test_the_flags_are_the_fields_of_the_config():
