@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cnmm import distributed
 from cnmm.cost import CLASSIFIER_CHANNELS
 
 EPS = 1e-5
@@ -66,14 +67,21 @@ class Statistics(nn.Module):
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, update: bool = True
     ) -> Tensor:
         """Batch normalisation of [N, C, h, w]: by the batch when training (which updates these), else by these."""
+        if self.training and (weight is None or distributed.world_size() > 1):
+            y, batch_mean, batch_var = _normalise(x)
+            if update:
+                self.update(batch_mean, batch_var, x.numel() // x.shape[1])
+            return y if weight is None or bias is None else y * _per_channel(weight, y) + _per_channel(bias, y)
         mean, var = (self.mean, self.var) if update or not self.training else (None, None)
-        if self.training and weight is None:
-            return _normalise(x, mean, var, self.momentum)
         return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, EPS)
 
     @torch.no_grad()
     def update(self, mean: Tensor, var: Tensor, count: int, index: Tensor | None = None) -> None:
-        """One step of the running averages (of the rows `index`), with the unbiased variance as torch does."""
+        """One step of the running averages (of the rows `index`), with the unbiased variance as torch does.
+
+        `count`: values of this process that the statistics were computed from.
+        """
+        count *= distributed.world_size()
         var = var * (count / (count - 1))
         if index is None:
             self.mean.lerp_(mean, self.momentum)
@@ -87,27 +95,42 @@ class _Normalise(torch.autograd.Function):
     """Batch normalisation without scale and shift. torch's own backward is eight times slower on few channels."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
-        batch_mean, batch_var = torch.batch_norm_update_stats(x, mean, var, momentum)
-        scale = (batch_var + EPS).rsqrt()
-        x_MC = rows(x)
-        y_MC = _scale_shift(x_MC, scale, -batch_mean * scale)
-        y = images(y_MC, x.shape)
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var = _moments(x)
+        scale = (var + EPS).rsqrt()
+        y = images(_scale_shift(rows(x), scale, -mean * scale), x.shape)
         ctx.save_for_backward(y, scale)
-        return y
+        ctx.mark_non_differentiable(mean, var)
+        return y, mean, var
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
         y_MC, grad_MC = rows(y), rows(grad)
-        count = grad_MC.shape[0]
-        shift, slope = (-scale * _column_sums(part) / count for part in (grad_MC, grad_MC * y_MC))
+        sums = distributed.total([_column_sums(grad_MC), _column_sums(grad_MC * y_MC)])
+        shift, slope = (-scale * part / (grad_MC.shape[0] * distributed.world_size()) for part in sums)
         grad_x = _scale_shift(y_MC, slope, shift).addcmul_(grad_MC, scale.to(y.dtype))
-        return images(grad_x, y.shape), None, None, None
+        return images(grad_x, y.shape)
 
 
-_normalise = cast(Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor], _Normalise.apply)
+_normalise = cast(Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], _Normalise.apply)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of every channel over the images and pixels of all processes."""
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    world = distributed.world_size()
+    if world == 1:
+        return mean, var
+    (everywhere,) = distributed.total([mean])
+    everywhere = everywhere / world
+    (spread,) = distributed.total([var + (mean - everywhere).square()])
+    return everywhere, spread / world
+
+
+def _per_channel(values_C: Tensor, like: Tensor) -> Tensor:
+    return values_C.to(like.dtype).view(1, -1, 1, 1)
 
 
 class Affine(nn.Module):
@@ -208,7 +231,8 @@ class _MixFunction(torch.autograd.Function):
 
         leaves = [weight_DC, out_gamma_EC, out_beta_EC, mix_GE]
         if running is None:
-            leaves += [_column_sums(u_MD) / u_MD.shape[0], *_grams(u_MD, widths)]
+            count = u_MD.shape[0] * distributed.world_size()
+            leaves += [part / count for part in distributed.total([_column_sums(u_MD), *_grams(u_MD, widths)])]
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
             mean_EC, var_EC = running or _output_moments(widths, leaves[0], leaves[4], leaves[5:])
@@ -244,7 +268,8 @@ class _MixFunction(torch.autograd.Function):
             small[3] = small[3] + torch.zeros_like(mix_GE).index_add_(1, owner_D, per_group)
             grad_u = _scale_groups(grad_u, mix_GE[:, owner_D])
         if len(leaves) > 4:  # by batch statistics: through the mean and the Gram matrix of U
-            grad_mean, *grad_grams = (grad / u_MD.shape[0] for grad in small[4:])
+            count = u_MD.shape[0] * distributed.world_size()
+            grad_mean, *grad_grams = (grad / count for grad in distributed.total(small[4:]))
             grad_u += grad_mean.to(grad_u.dtype)
             for (start, stop, _width), grad in zip(_gram_blocks(ctx.edge_widths), grad_grams, strict=True):
                 grad_u[:, start:stop].addmm_(u_MD[:, start:stop], (grad + grad.T).to(u_MD.dtype))
@@ -331,9 +356,9 @@ def _gram_blocks(widths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _grams(u_MD: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """U^T U / M, for each block of columns."""
+    """U^T U, for each block of columns."""
     blocks = (u_MD[:, start:stop] for start, stop, _ in _gram_blocks(widths))
-    return [_summed_product(block[None], block[None])[0] / u_MD.shape[0] for block in blocks]
+    return [_summed_product(block[None], block[None])[0] for block in blocks]
 
 
 def _output_moments(
@@ -388,17 +413,17 @@ class VectorOutput(nn.Module):
     def forward(self, pooled: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor, *, update: bool = True) -> Tensor:
         """FC-BN of the edges `index` and their mixture, [N, out_channels]."""
         stats, edges = self.statistics, torch.tensor(index, device=mix_GE.device)
-        y_ENC = torch.bmm(torch.stack(list(pooled)), self.weight[edges])
+        y_NEC = torch.bmm(torch.stack(list(pooled)), self.weight[edges]).transpose(0, 1)
         if self.training:
-            var, mean = torch.var_mean(y_ENC, 1, correction=0)
+            y, mean, var = _normalise(y_NEC.flatten(1)[:, :, None, None])
             if update:
-                stats.update(mean.detach(), var.detach(), y_ENC.shape[1], edges)
+                stats.update(mean.view(len(index), -1), var.view(len(index), -1), len(y_NEC), edges)
+            y_NEC = y.view(y_NEC.shape)
         else:
-            mean, var = stats.mean[edges], stats.var[edges]
-        gain = self.out_affine.weight[edges] * (var + EPS).rsqrt()
-        y_ENC = y_ENC * gain[:, None] + (self.out_affine.bias[edges] - gain * mean)[:, None]
-        mix_EN = mix_GE.T.repeat_interleave(y_ENC.shape[1] // mix_GE.shape[0], 1)
-        return (y_ENC * mix_EN[:, :, None]).sum(0)
+            y_NEC = (y_NEC - stats.mean[edges]) * (stats.var[edges] + EPS).rsqrt()
+        y_NEC = y_NEC * self.out_affine.weight[edges] + self.out_affine.bias[edges]
+        mix_NE = mix_GE.repeat_interleave(len(y_NEC) // mix_GE.shape[0], 0)
+        return (y_NEC * mix_NE[:, :, None]).sum(1)
 
 
 class PixelClassifier(nn.Module):

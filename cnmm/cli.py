@@ -196,7 +196,7 @@ def run(args: list[str]) -> int:
     except SystemExit as stop:  # a help page or a usage error
         return stop.code if isinstance(stop.code, int) else 0
     answer = verb.answer()
-    if verb.common.json:
+    if verb.common.json and answer:
         print(json.dumps({"format_version": FORMAT_VERSION, **answer}, allow_nan=False))
     else:
         verb.show(answer)

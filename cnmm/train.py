@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cnmm import checkpoint
-from cnmm.config import TrainConfig
+from cnmm import checkpoint, distributed
+from cnmm.config import Gates, TrainConfig
 from cnmm.data import DataSet, Split, hold_out
 from cnmm.evaluate import evaluate_exits, reestimated
 from cnmm.mixture import Mixture
@@ -84,12 +84,19 @@ def train(
     kept, held_out = hold_out(data.train.labels, config.val, config.seed)
     images = Images(data, config)
     steps = len(kept) // config.batch_size
+    if config.batch_size % distributed.world_size():
+        raise ValueError(
+            f"batch_size={config.batch_size}: it must be a multiple of {distributed.world_size()} processes"
+        )
     if steps == 0:
         raise ValueError(f"batch_size={config.batch_size}: there are only {len(kept)} training images; use less")
+    writes = distributed.rank() == 0
     optimizer = make_optimizer(model, config)
     average = Average(model, config.average)
     done = checkpoint.restore(folder, model, optimizer, average.tensors) if resume else 0
-    checkpoint.cut_log(folder, done)
+    if writes:
+        checkpoint.cut_log(folder, done)
+    distributed.wait()
     model.train()
     meter = Meter(total=config.epochs * steps, done=done)
     saved_at = time.monotonic()
@@ -102,13 +109,15 @@ def train(
             chosen = np.sort(kept[order[step * config.batch_size : (step + 1) * config.batch_size]])
             x, labels = images.training_batch(data.train, chosen, epoch, step)
             loss = training_loss(model, x, labels, config, part=done / (config.epochs * steps), at=(epoch, step))
-            if not math.isfinite(loss.item()):
+            value, stop = agree(loss, should_stop())
+            if not math.isfinite(value):
                 raise NotFinite(
-                    f"the loss is {loss.item()} at epoch {epoch + 1}, step {step + 1}; the step was not taken; "
+                    f"the loss is {value} at epoch {epoch + 1}, step {step + 1}; the step was not taken; "
                     f"try a lower rate: --lr {config.lr / 2:g}"
                 )
             optimizer.zero_grad()
             torch.autograd.backward(loss)
+            average_gradients(model)
             if config.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip)
             for group in optimizer.param_groups:
@@ -116,39 +125,55 @@ def train(
             optimizer.step()
             average.update(model)
             done += 1
-            losses.append(loss.item())
-            on_step(meter.tick(epoch, step, steps, loss.item(), config.batch_size))
-            stop = should_stop()
+            losses.append(value)
+            on_step(meter.tick(epoch, step, steps, value, config.batch_size))
             if step + 1 < steps and (stop or time.monotonic() - saved_at > save_every_s):
-                checkpoint.save_state(folder, model, optimizer, average.tensors, done)
+                if writes:
+                    checkpoint.save_state(folder, model, optimizer, average.tensors, done)
                 saved_at = time.monotonic()
                 if stop:
                     raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
-        result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
-        checkpoint.append_log(folder, {"step": done, **asdict(result)})
-        on_epoch(result)
-        checkpoint.save_state(folder, model, optimizer, average.tensors, done)
+        if writes:
+            result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
+            checkpoint.append_log(folder, {"step": done, **asdict(result)})
+            on_epoch(result)
+            checkpoint.save_state(folder, model, optimizer, average.tensors, done)
         saved_at = time.monotonic()
         if stop and epoch + 1 < config.epochs:
             raise Stopped(f"stopped after epoch {epoch + 1}")
 
     average.copy_to(model)
-    model = reestimated(model, images.statistics_batches(data.train, kept))
-    checkpoint.save_weights(model, folder)
+    with distributed.paused():
+        model = reestimated(model, images.statistics_batches(data.train, kept))
+    if writes:
+        checkpoint.save_weights(model, folder)
+    distributed.wait()
     return model
+
+
+def agree(loss: Tensor, stop: bool) -> tuple[float, bool]:
+    """The loss over all processes, and whether one of them was asked to stop."""
+    sums = distributed.total([loss.detach().double().view(1), torch.tensor([float(stop)], dtype=torch.float64)])
+    return sums[0].item() / distributed.world_size(), sums[1].item() > 0
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
+    """Every process had its part of the batch: the gradient of the whole is the mean of the parts'."""
+    if distributed.world_size() == 1:
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    sums = distributed.total([parameter.grad for parameter in parameters if parameter.grad is not None])
+    for parameter, gradient in zip(parameters, sums, strict=True):
+        parameter.grad = gradient / distributed.world_size()
 
 
 def training_loss(
     model: Mixture, x: Tensor, labels: Tensor, config: TrainConfig, *, part: float, at: tuple[int, int]
 ) -> Tensor:
     """Eq. (9), the weighted losses of all exits from one sample of the gates; later in training with a ladder point."""
-    logits = model.forward_exits(
-        x,
-        gates=config.gates if model.config.mixing == "gates" else "expectation",
-        group=config.group,
-        temperature=config.temperature,
-        generator=seeded(config.seed, "gates", *at),
-    )
+    gates, group = draw_gates(model, config, at)
+    logits = model.forward_exits(x, gates=gates, group=group)
     weights = exit_weights(list(logits), config)
     total = torch.zeros(())
     for exit, score in logits.items():
@@ -157,6 +182,23 @@ def training_loss(
         teacher = logits[max(logits)].detach().float()
         total = total + config.ladder_weight * ladder_loss(model, x, labels, teacher, config, at)
     return total
+
+
+def draw_gates(model: Mixture, config: TrainConfig, at: tuple[int, int]) -> tuple[Gates | Tensor, int | None]:
+    """The gates of a step: drawn for the whole batch, whichever part of it this process has."""
+    if config.gates == "expectation" or model.config.mixing == "sum":
+        return "expectation", None
+    world, generator = distributed.world_size(), seeded(config.seed, "gates", *at)
+    group = min(config.group or config.batch_size, config.batch_size)
+    draws = -(-config.batch_size // group)
+    if config.gates == "relaxed":
+        values = model.chain.rsample((draws,), temperature=config.temperature, generator=generator)
+    else:
+        values = model.chain.sample((draws,), generator=generator)
+    if draws == 1:
+        return values, None
+    images = torch.arange(config.batch_size).view(world, -1)[distributed.rank() if world > 1 else 0]
+    return (values, group) if world == 1 else (values[images // group], 1)
 
 
 def exit_weights(exits: list[int], config: TrainConfig) -> dict[int, float]:
@@ -227,8 +269,12 @@ class Images:
         self.dtype = torch.bfloat16 if use_bfloat16(config.precision) else torch.float32
 
     def training_batch(self, split: Split, chosen: np.ndarray, epoch: int, step: int) -> tuple[Tensor, Tensor]:
+        """This process's part of a batch; what is drawn for an image depends on its place in the whole batch."""
+        num = len(chosen) // distributed.world_size()
+        first = num * distributed.rank()
+        chosen, places = chosen[first : first + num], slice(first, first + num)
         images = torch.from_numpy(split.read(chosen))
-        images = augment(images, self.config, seeded(self.config.seed, "augment", epoch, step))
+        images = augment(images, self.config, seeded(self.config.seed, "augment", epoch, step), places)
         return self.prepare(images.permute(0, 3, 1, 2)), torch.from_numpy(split.labels[chosen])
 
     def prepare(self, images: Tensor) -> Tensor:
@@ -250,15 +296,18 @@ class Images:
                 yield images
 
 
-def augment(images: Tensor, config: TrainConfig, generator: torch.Generator) -> Tensor:
-    """Pad and crop, and flip, the whole batch in one gather: uint8 [N, H, W, C]."""
+def augment(images: Tensor, config: TrainConfig, generator: torch.Generator, places: slice | None = None) -> Tensor:
+    """Pad and crop, and flip, the whole batch in one gather: uint8 [N, H, W, C].
+
+    `places`: which images of a larger batch these are (default: all of it).
+    """
     num, height, width, _ = images.shape
-    pad = config.crop
-    down = torch.randint(2 * pad + 1, (num, 1), generator=generator) if pad else torch.zeros(num, 1, dtype=torch.long)
-    right = torch.randint(2 * pad + 1, (num, 1), generator=generator) if pad else torch.zeros(num, 1, dtype=torch.long)
+    pad, whole = config.crop, num if places is None else config.batch_size
+    draws = torch.randint(2 * pad + 1, (whole, 2), generator=generator)[places or slice(None)]
+    down, right = draws[:, :1], draws[:, 1:]
     rows, columns = down + torch.arange(height), torch.arange(width).expand(num, -1)
     if config.flip:
-        mirrored = torch.rand(num, 1, generator=generator) < 0.5
+        mirrored = (torch.rand(whole, 1, generator=generator) < 0.5)[places or slice(None)]
         columns = torch.where(mirrored, width - 1 - columns, columns)
     padded = F.pad(images, (0, 0, pad, pad, pad, pad))
     which = torch.arange(num)[:, None, None]

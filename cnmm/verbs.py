@@ -107,7 +107,12 @@ class Train:
         require_torch()
         import torch
 
+        from cnmm import distributed
         from cnmm.train import Stopped, train
+
+        distributed.start()
+        resume = self.resume or distributed.restarted()
+        first = distributed.rank() == 0
 
         config = recipe(self.recipe, **self.fields.given())
         data = open_data(self.data, self.skip_bad)
@@ -116,15 +121,18 @@ class Train:
         if config.val and "val" not in self.fields.given():  # a small set keeps most of its images
             config = dataclasses.replace(config, val=min(config.val, len(data.train) // 10))
         about = {"data": describe(data), **({"init": str(self.init)} if self.init else {})}
-        start_run(self.out, model, resume=self.resume, train=config.to_dict(), **about)
-        with TrainingBar(config) as bar, stopping() as asked:
+        if first:
+            going_on = self.resume or (resume and is_run(self.out))
+            start_run(self.out, model, resume=going_on, train=config.to_dict(), **about)
+        distributed.wait()
+        with TrainingBar(config, shown=first) as bar, stopping() as asked:
             try:
                 trained = train(
                     model,
                     data,
                     config,
                     self.out,
-                    resume=self.resume,
+                    resume=resume,
                     on_step=bar.step,
                     on_epoch=bar.epoch,
                     should_stop=lambda: bool(asked),
@@ -133,13 +141,17 @@ class Train:
                 say(f"{stop}; go on with the same command and --resume")
                 raise KeyboardInterrupt from None
         split = "test" if data.test is not None else "validation"
+        distributed.end()
+        if not first:
+            return {}
         answer = evaluation(trained, data, config, split)
         write_card(self.out, trained, data, config, answer)
         return {"run": str(self.out), **answer}
 
     def show(self, answer: dict[str, Any]) -> None:
-        show_exits(answer)
-        say(f"trained: {answer['run']}")
+        if answer:  # process 0 speaks for all
+            show_exits(answer)
+            say(f"trained: {answer['run']}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,12 +331,12 @@ def stopping() -> Iterator[list[bool]]:
 class TrainingBar:
     """Progress on stderr: a bar with images per second and time left, and one line per epoch."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, *, shown: bool = True) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
         self.task = self.bar.add_task("", words="", total=None)
         self.config = config
 

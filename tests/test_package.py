@@ -20,6 +20,7 @@ LAYERS = [
     "chain",
     "cost",
     "prune",
+    "distributed",
     "blocks",
     "mixture",
     "zoo",
@@ -34,7 +35,7 @@ LAYERS = [
     "__main__",
 ]
 """From the bottom to the top. A module imports only from modules below it; `data` stands apart."""
-WITHOUT_TORCH = set(LAYERS) - {"blocks", "mixture", "evaluate", "train"}
+WITHOUT_TORCH = set(LAYERS) - {"distributed", "blocks", "mixture", "evaluate", "train"}
 
 
 def imports(path, *, top_level_only=False):
