@@ -119,7 +119,8 @@ _normalise = cast(Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], _Normalise.
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of every channel over the images and pixels of all processes."""
-    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    unused = torch.zeros(2, x.shape[1], dtype=wide(x), device=x.device)  # it is their type that the result has
+    mean, var = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
     world = distributed.world_size()
     if world == 1:
         return mean, var

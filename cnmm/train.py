@@ -172,7 +172,7 @@ def training_loss(
     model: Mixture, x: Tensor, labels: Tensor, config: TrainConfig, *, part: float, at: tuple[int, int]
 ) -> Tensor:
     """Eq. (9), the weighted losses of all exits from one sample of the gates; later in training with a ladder point."""
-    gates, group = draw_gates(model, config, at)
+    gates, group = draw_gates(model, config, at, len(x))
     logits = model.forward_exits(x, gates=gates, group=group)
     weights = exit_weights(list(logits), config)
     total = torch.zeros(())
@@ -184,21 +184,23 @@ def training_loss(
     return total
 
 
-def draw_gates(model: Mixture, config: TrainConfig, at: tuple[int, int]) -> tuple[Gates | Tensor, int | None]:
-    """The gates of a step: drawn for the whole batch, whichever part of it this process has."""
+def draw_gates(model: Mixture, config: TrainConfig, at: tuple[int, int], num: int) -> tuple[Gates | Tensor, int | None]:
+    """The gates of a step: drawn for the whole batch, of which this process has `num` images."""
     if config.gates == "expectation" or model.config.mixing == "sum":
         return "expectation", None
     world, generator = distributed.world_size(), seeded(config.seed, "gates", *at)
-    group = min(config.group or config.batch_size, config.batch_size)
-    draws = -(-config.batch_size // group)
+    group = min(config.group or num * world, num * world)
+    draws = -(-num * world // group)
     if config.gates == "relaxed":
         values = model.chain.rsample((draws,), temperature=config.temperature, generator=generator)
     else:
         values = model.chain.sample((draws,), generator=generator)
     if draws == 1:
         return values, None
-    images = torch.arange(config.batch_size).view(world, -1)[distributed.rank() if world > 1 else 0]
-    return (values, group) if world == 1 else (values[images // group], 1)
+    if world == 1:
+        return values, group
+    images = torch.arange(num) + num * distributed.rank()
+    return values[images // group], 1
 
 
 def exit_weights(exits: list[int], config: TrainConfig) -> dict[int, float]:

@@ -217,6 +217,8 @@ def new_model(name: str | None, data: DataSet, init: Path | None) -> Mixture:
     if name is None:
         name, _, why = suggest_model(data)
         say(f"model {name}: {why}")
+    if cnmm.model_plan(name).config.task != "classification":
+        raise ValueError(f"--model {name}: it labels pixels, {data.spec} labels images; `cnmm models` lists the others")
     return cnmm.create_model(name, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size)
 
 

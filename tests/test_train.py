@@ -486,6 +486,8 @@ def test_a_training_can_start_from_a_trained_run_with_other_classes(tmp_path):
     assert fresh == {f"classifiers.{k}.{part}" for k in (1, 2, 3) for part in ("weight", "bias")}
     for name, value in trained.state_dict().items():
         assert name in fresh or torch.equal(value, model.state_dict()[name])
+    with pytest.raises(ValueError, match="--model cnmm_seg_tiny: it labels pixels"):
+        model_for("cnmm_seg_tiny", small_data(), None)
     with pytest.raises(ValueError, match="holds a cnmm_tiny; leave --model out"):
         model_for("cnmm_b6s3", small_data(), tmp_path)
     with pytest.raises(ValueError, match="it takes 1 channels, the images have 3"):
