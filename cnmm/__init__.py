@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from cnmm.chain import Chain, to_network, to_sequence
 from cnmm.checkpoint import load, save
 from cnmm.config import MixtureConfig
@@ -10,6 +14,13 @@ from cnmm.lattice import Dag, Lattice, OperatingPoint, full_dag, network_point
 from cnmm.prune import cutting_order, named_point
 from cnmm.zoo import create_model, list_models, model_plan, register_model
 
+if TYPE_CHECKING:
+    from cnmm.export import export_ladder, export_onnx
+    from cnmm.frontier import Frontier
+    from cnmm.measure import measure
+    from cnmm.session import Prediction, Session
+    from cnmm.slim import SlimNetwork, load_slim, save_slim, slim
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -17,19 +28,62 @@ __all__ = [
     "Cost",
     "CostTable",
     "Dag",
+    "Frontier",
     "Lattice",
     "MixtureConfig",
     "OperatingPoint",
+    "Prediction",
+    "Session",
+    "SlimNetwork",
     "create_model",
     "cutting_order",
+    "export_ladder",
+    "export_onnx",
     "full_dag",
     "list_models",
     "load",
+    "load_slim",
+    "measure",
     "model_plan",
     "named_point",
     "network_point",
     "register_model",
     "save",
+    "save_slim",
+    "slim",
     "to_network",
     "to_sequence",
 ]
+
+_LATER = {
+    "Frontier": "frontier",
+    "Prediction": "session",
+    "Session": "session",
+    "SlimNetwork": "slim",
+    "export_ladder": "export",
+    "export_onnx": "export",
+    "load_slim": "slim",
+    "measure": "measure",
+    "save_slim": "slim",
+    "slim": "slim",
+}
+"""Names that need numpy or torch, and the module that has them: imported when they are first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'cnmm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"cnmm.{_LATER[name]}"), name)
+
+
+class _Package(ModuleType):
+    """`cnmm.measure` and `cnmm.slim` are functions, also once the modules of these names have been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        same = isinstance(value, ModuleType) and _LATER.get(name) == name
+        super().__setattr__(name, getattr(value, name) if same else value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -228,7 +228,7 @@ class _MixFunction(torch.autograd.Function):
         groups = mix_GE.shape[0]
         # One matrix per group of images, unless scaling a group's rows touches less memory than its matrix.
         scaled = groups > 1 and u_MD.shape[0] // groups < weight_DC.shape[1]
-        owner_D = torch.repeat_interleave(torch.tensor(widths, device=x_MD.device))
+        owner_D = torch.repeat_interleave(torch.tensor(widths, device=x_MD.device), output_size=sum(widths))
 
         leaves = [weight_DC, out_gamma_EC, out_beta_EC, mix_GE]
         if running is None:

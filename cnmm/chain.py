@@ -85,23 +85,27 @@ class Chain:
         return count_networks(self.dag, exit, edges)
 
     def sample(self, shape: tuple[int, ...] = (), *, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Hard gates in {0, 1}, [*shape, edges]: each draw is exactly one network. Not differentiable."""
-        import torch
+        """Hard gates in {0, 1}, [*shape, edges]: each draw is exactly one network. Not differentiable.
 
-        gates = self._tensor().detach().sigmoid().expand(*shape, -1)
-        return torch.bernoulli(gates, generator=generator)
+        Drawn on the generator's device, without one on the CPU: a seed means the same wherever the logits are.
+        """
+        logits = self._tensor().detach()
+        return (_uniform(shape, logits, generator) < logits.sigmoid()).to(logits.dtype)
 
     def rsample(
         self, shape: tuple[int, ...] = (), *, temperature: float = 2.0, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        """Relaxed gates in (0, 1), [*shape, edges], from the binary concrete distribution; differentiable."""
+        """Relaxed gates in (0, 1), [*shape, edges], from the binary concrete distribution; differentiable.
+
+        Drawn where `sample` draws.
+        """
         import torch
 
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: a positive number is needed")
         logits = self._tensor()
         tiny = torch.finfo(logits.dtype).tiny
-        uniform = torch.rand(*shape, logits.shape[-1], dtype=logits.dtype, device=logits.device, generator=generator)
+        uniform = _uniform(shape, logits, generator)
         noise = uniform.clamp_min(tiny).log() - (1 - uniform).log()  # rand() is below one
         return ((logits + noise) / temperature).sigmoid()
 
@@ -201,6 +205,15 @@ def _inputs(edges: Iterable[Edge]) -> dict[int, list[int]]:
 
 def _sigmoid(value: Value) -> Value:
     return 0.5 * (1 + math.tanh(value / 2)) if isinstance(value, float | int) else value.sigmoid()
+
+
+def _uniform(shape: tuple[int, ...], logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Numbers in [0, 1) for the gates, [*shape, edges]: of the generator's device, brought to that of the logits."""
+    import torch
+
+    device = generator.device if generator else "cpu"
+    size = (*shape, logits.shape[-1])
+    return torch.rand(size, dtype=logits.dtype, device=device, generator=generator).to(logits.device)
 
 
 def _log_sigmoid(value: Value) -> Value:

@@ -45,7 +45,7 @@ def save(model: Mixture, folder: str | Path, **about: Any) -> None:
 
 def save_weights(model: Mixture, folder: str | Path) -> None:
     """Replaces the weights of a run folder in one step."""
-    write_atomically(Path(folder) / WEIGHTS_FILE, _to_bytes(model.state_dict()))
+    write_atomically(Path(folder) / WEIGHTS_FILE, to_bytes(model.state_dict()))
 
 
 def start_run(folder: str | Path, model: Mixture, *, resume: bool, **about: Any) -> None:
@@ -86,7 +86,7 @@ def save_state(
         return
     aside = Path(tempfile.mkdtemp(dir=parent, prefix=".aside-"))
     try:
-        write_atomically(aside / STATE_FILE, _to_bytes(_state(model, optimizer, average)))
+        write_atomically(aside / STATE_FILE, to_bytes(_state(model, optimizer, average)))
         write_json(aside / "state.json", {"step": step})
         os.chmod(aside, 0o755)
         os.replace(aside, final)
@@ -106,7 +106,7 @@ def restore(folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, aver
     for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
         try:
             step = int(json.loads((path / "state.json").read_text("utf-8"))["step"])
-            state = _read_tensors(path / STATE_FILE, "pt")
+            state = read_tensors(path / STATE_FILE, "pt")
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{path}: {error}")
             continue
@@ -240,20 +240,20 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     from safetensors.torch import save as to_bytes
 
-    return to_bytes({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+    return to_bytes({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
 
 def _read_weights(folder: str | Path, framework: str, only: str | None = None) -> dict[str, Any]:
     path = Path(folder) / WEIGHTS_FILE
     if not path.exists() and (Path(folder) / CHECKPOINTS).is_dir():
         raise ValueError(f"{folder}: its training has not ended; go on with: cnmm train ... --out {folder} --resume")
-    return _read_tensors(path, framework, only)
+    return read_tensors(path, framework, only)
 
 
-def _read_tensors(path: Path, framework: str, only: str | None = None) -> dict[str, Any]:
+def read_tensors(path: Path, framework: str, only: str | None = None) -> dict[str, Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:

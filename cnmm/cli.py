@@ -27,6 +27,9 @@ from cnmm.draw import check_suffix, draw_lattice, save_picture
 from cnmm.lattice import OperatingPoint
 from cnmm.terminal import Common, Verb, one_line, print_table, say
 from cnmm.verbs import Evaluate, Train
+from cnmm.verbs_budget import Choose, MeasureFrontier
+from cnmm.verbs_export import Export, Report, Slim
+from cnmm.verbs_serve import Bench, Predict
 from cnmm.zoo import Plan, describe_model
 
 DESCRIPTION = """Convolutional Neural Mixture Models: train one network, then run it at any compute budget.
@@ -163,6 +166,13 @@ VERBS: dict[str, Callable[..., Verb]] = {
     "draw": Draw,
     "train": Train,
     "evaluate": Evaluate,
+    "frontier": MeasureFrontier,
+    "choose": Choose,
+    "slim": Slim,
+    "export": Export,
+    "bench": Bench,
+    "predict": Predict,
+    "report": Report,
 }
 
 

@@ -17,6 +17,8 @@ Gates = Literal["expectation", "relaxed", "hard"]
 """How a pass gets its gates: the learned probabilities, or one relaxed or hard sample of them."""
 ExitWeights = Literal["linear", "equal"]
 Precision = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+"""Where tensors live; auto: on the GPU if there is one."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "task": ("classification", "segmentation"),
@@ -132,12 +134,16 @@ class TrainConfig:
     """Images held out of the training set, to choose points and thresholds; test data is only for reporting."""
     seed: int = 0
     precision: Precision = "float32"
+    device: Device = "auto"
+    workers: int | None = None
+    """Processes that decode image files ahead of the training; None: as many as suit the machine, 0: none."""
 
     def __post_init__(self) -> None:
         for field, allowed in {
             "gates": get_args(Gates),
             "exit_weights": get_args(ExitWeights),
             "precision": get_args(Precision),
+            "device": get_args(Device),
         }.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(allowed)}")
@@ -155,9 +161,12 @@ class TrainConfig:
         for field in ("val", "crop", "weight_decay", "ladder_weight", "clip", "seed"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}={getattr(self, field)!r}: zero or a positive number is needed")
+        if not (self.workers is None or self.workers == 0 or _is_count(self.workers)):
+            raise ValueError(f"workers={self.workers!r}: zero, a whole number, or None (as many as suit) is needed")
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """What config.json records. Not where it runs: a training may go on with another device or other workers."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("device", "workers")}
 
 
 def _is_count(value: object) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,40 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from cnmm.config import Device
+
 _paused = False
 
 
-def start() -> None:
-    """Joins the other processes, if torchrun has started any."""
+def start(asked: Device = "auto") -> torch.device:
+    """Joins the other processes, if torchrun has started any, and returns the device of this one."""
+    device = pick_device(asked)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         store, rank, size = next(iter(rendezvous("env://")))
         # torchrun's store may outlive a restart, and with it the addresses of processes that are gone
         store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return device
+
+
+def pick_device(asked: str = "auto") -> torch.device:
+    """The CPU, or the GPU that belongs to this process: the one of its number on this machine."""
+    if asked not in get_args(Device):
+        raise ValueError(f"device={asked!r}: allowed are {', '.join(get_args(Device))}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cuda" and not gpus:
+        raise ValueError(f"device='cuda': torch {torch.__version__} finds no GPU here; allowed are auto and cpu")
+    if asked == "cpu" or not gpus:
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if number >= gpus:
+        raise ValueError(
+            f"there are {gpus} GPUs for {local_size()} processes; use --nproc-per-node {gpus}, or --device cpu"
+        )
+    return torch.device("cuda", number)
 
 
 def end() -> None:
@@ -42,6 +66,11 @@ def restarted() -> bool:
 def world_size() -> int:
     """How many processes there are."""
     return dist.get_world_size() if dist.is_initialized() and not _paused else 1
+
+
+def local_size() -> int:
+    """How many of the processes run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def rank() -> int:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png")
 
-_STYLE = {
+STYLE = {
     "font.family": ["DejaVu Sans"],  # comes with matplotlib, so that every machine draws the same letters
     "path.simplify": False,
     "svg.fonttype": "path",
@@ -40,10 +40,10 @@ _NO_METADATA: dict[str, dict[str, Any]] = {
     ".png": {"Software": None},
 }
 
-_INK, _GREY, _PALE, _FAINT = "#22303c", "#6b7782", "#c3cad0", "#eceff1"
+INK, GREY, PALE, FAINT = "#22303c", "#6b7782", "#c3cad0", "#eceff1"
 _KEEP, _FALL, _OUT, _CHOSEN = "#2b6cb0", "#c05621", "#5b4b8a", "#2f855a"
 _FILL = "#dbe9f6"
-_EDGE_COLOURS = {"keep": _KEEP, "fall": _FALL, "output": _OUT, "stem": _INK}
+_EDGE_COLOURS = {"keep": _KEEP, "fall": _FALL, "output": _OUT, "stem": INK}
 _THICKEST = 8.0  # points, of an edge that every network uses
 
 Point = tuple[float, float]
@@ -51,12 +51,12 @@ Point = tuple[float, float]
 
 def draw_lattice(model: Mixable, point: OperatingPoint | None = None) -> Figure:
     """The lattice of a mixture (or of its plan), in full or at an operating point."""
-    matplotlib = _matplotlib()
+    matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
 
     _check_point(model.config, point)
     scene = _Scene(model.config, point, _flows(model, point))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=scene.layout.size, dpi=160, facecolor="white")
         axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
@@ -73,19 +73,24 @@ def draw_lattice(model: Mixable, point: OperatingPoint | None = None) -> Figure:
 def save_picture(figure: Figure, path: str | Path) -> None:
     """Writes a figure as .svg or .png, in one step, without dates."""
     path = Path(path)
-    suffix = check_suffix(path)
-    data = io.BytesIO()
-    with _matplotlib().rc_context(_STYLE):
-        figure.savefig(data, format=suffix[1:], metadata=_NO_METADATA[suffix])
-    picture = data.getvalue()
-    if suffix == ".svg":
-        picture = re.sub(rb"<!DOCTYPE[^>]*>\s*", b"", picture)  # it names a file on the web, which nobody needs
+    data = picture(figure, check_suffix(path))
     try:
-        write_atomically(path, picture)
+        write_atomically(path, data)
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no folder {path.parent}; make it with: mkdir -p {path.parent}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error.strerror}); choose another file or folder") from None
+
+
+def picture(figure: Figure, suffix: str) -> bytes:
+    """A figure as the bytes of an .svg or .png file."""
+    data = io.BytesIO()
+    with require_matplotlib().rc_context(STYLE):
+        figure.savefig(data, format=suffix[1:], metadata=_NO_METADATA[suffix])
+    found = data.getvalue()
+    if suffix == ".svg":
+        found = re.sub(rb"<!DOCTYPE[^>]*>\s*", b"", found)  # it names a file on the web, which nobody needs
+    return found
 
 
 def check_suffix(path: Path) -> str:
@@ -95,7 +100,8 @@ def check_suffix(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _matplotlib() -> Any:
+def require_matplotlib() -> Any:
+    """The package, or one line that says how to install it."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -278,15 +284,15 @@ def _draw_rows(axes: Axes, scene: _Scene) -> None:
     for scale, size in enumerate(map_sizes(scene.config, scene.config.input_size)):
         _, y = scene.layout.place(0, scale)
         width = channels(scene.config, scale)
-        axes.text(0.3, y + 0.02, f"{size[0]}×{size[1]}", size=9.5, color=_INK, va="bottom")
-        axes.text(0.3, y - 0.02, f"{width} channels", size=8, color=_GREY, va="top")
+        axes.text(0.3, y + 0.02, f"{size[0]}×{size[1]}", size=9.5, color=INK, va="bottom")
+        axes.text(0.3, y - 0.02, f"{width} channels", size=8, color=GREY, va="top")
 
 
 def _draw_edges(axes: Axes, scene: _Scene) -> None:
     """Cut edges first, then the live ones from the least flow to the greatest, so that thick ones lie on top."""
     cut = [edge for edge in scene.lattice.edges if edge not in scene.live]
     for edge in cut:
-        _draw_curve(axes, scene.curve(edge), color=_PALE, width=0.6, opacity=0.7, dashed=True)
+        _draw_curve(axes, scene.curve(edge), color=PALE, width=0.6, opacity=0.7, dashed=True)
     for edge in sorted(scene.live, key=lambda edge: (scene.flow(edge), edge)):
         flow, kind = scene.flow(edge), scene.kind(edge)
         subtle = 0.6 if kind == "output" and scene.config.task == "segmentation" else 1.0
@@ -309,12 +315,12 @@ def _draw_curve(
 
 def _draw_nodes(axes: Axes, scene: _Scene) -> None:
     (x, y), _ = scene.at(1)
-    _draw_box(axes, (x - 0.62 - 0.21, y), (0.42, 0.42), fill=_FAINT, line=_INK)
-    axes.text(x - 0.83, y + 0.27, "image", size=8, color=_GREY, ha="center", va="bottom")
+    _draw_box(axes, (x - 0.62 - 0.21, y), (0.42, 0.42), fill=FAINT, line=INK)
+    axes.text(x - 0.83, y + 0.27, "image", size=8, color=GREY, ha="center", va="bottom")
     for node in range(1, scene.lattice.output):
         centre, size = scene.at(node)
         alive = node in scene.alive
-        _draw_box(axes, centre, size, fill=_FILL if alive else "white", line=_INK if alive else _PALE, dashed=not alive)
+        _draw_box(axes, centre, size, fill=_FILL if alive else "white", line=INK if alive else PALE, dashed=not alive)
 
 
 def _draw_box(axes: Axes, centre: Point, size: Point, *, fill: str, line: str, dashed: bool = False) -> None:
@@ -332,10 +338,10 @@ def _draw_exits(axes: Axes, scene: _Scene) -> None:
     layout = scene.layout
     start, end = layout.left - 0.18, layout.exit_x(scene.config.blocks) + 0.2
     used = layout.exit_x(scene.exit) + 0.2
-    _draw_box(axes, ((start + end) / 2, layout.bar), (end - start, 0.1), fill="white", line=_PALE)
+    _draw_box(axes, ((start + end) / 2, layout.bar), (end - start, 0.1), fill="white", line=PALE)
     _draw_box(axes, ((start + used) / 2, layout.bar), (used - start, 0.1), fill="#e4dff2", line=_OUT)
-    axes.text(0.3, layout.bar + 0.02, "output", size=9.5, color=_INK, va="bottom")
-    axes.text(0.3, layout.bar - 0.02, "mixes its inputs", size=8, color=_GREY, va="top")
+    axes.text(0.3, layout.bar + 0.02, "output", size=9.5, color=INK, va="bottom")
+    axes.text(0.3, layout.bar - 0.02, "mixes its inputs", size=8, color=GREY, va="top")
     for exit in scene.config.exit_numbers:
         _draw_exit(axes, scene, exit)
 
@@ -346,13 +352,13 @@ def _draw_exit(axes: Axes, scene: _Scene, exit: int) -> None:
     x, y = scene.layout.exit_x(exit), scene.layout.bar - 0.05
     chosen = scene.point is not None and exit == scene.exit
     off = scene.point is not None and not chosen
-    colour = _CHOSEN if chosen else _PALE if off else _OUT
+    colour = _CHOSEN if chosen else PALE if off else _OUT
     axes.add_patch(Polygon([(x - 0.08, y), (x + 0.08, y), (x, y - 0.14)], closed=True, facecolor=colour, zorder=4))
     weight = "bold" if chosen else "normal"
     axes.text(x, y - 0.2, f"exit {exit}", size=8.5, color=colour, ha="center", va="top", weight=weight)
     if not off:
         macs = _macs(scene) if chosen else scene.costs.exit(exit).macs
-        axes.text(x, y - 0.36, short_count(macs), size=7.5, color=_GREY, ha="center", va="top")
+        axes.text(x, y - 0.36, short_count(macs), size=7.5, color=GREY, ha="center", va="top")
 
 
 def _macs(scene: _Scene) -> int:
@@ -361,8 +367,8 @@ def _macs(scene: _Scene) -> int:
 
 def _draw_words(axes: Axes, scene: _Scene) -> None:
     top = scene.layout.size[1]
-    axes.text(0.3, top - 0.28, scene.config.name, size=14, color=_INK, weight="bold", va="top")
-    axes.text(0.3, top - 0.6, "  ·  ".join(_facts(scene)), size=10, color=_GREY, va="top")
+    axes.text(0.3, top - 0.28, scene.config.name, size=14, color=INK, weight="bold", va="top")
+    axes.text(0.3, top - 0.6, "  ·  ".join(_facts(scene)), size=10, color=GREY, va="top")
 
 
 def _facts(scene: _Scene) -> Iterable[str]:
@@ -388,10 +394,10 @@ def _draw_legend(axes: Axes, scene: _Scene) -> None:
         entries.append(("half resolution", {"color": _FALL, "width": 2.0, "opacity": 0.9}))
     if scene.flows is not None:
         for flow, words in ((1.0, "used by all networks"), (0.25, "by 25 %"), (0.02, "by 2 %")):
-            entries.append((words, {"color": _GREY, "width": _width(flow), "opacity": _opacity(flow)}))
+            entries.append((words, {"color": GREY, "width": _width(flow), "opacity": _opacity(flow)}))
     if scene.point:
-        entries.append(("off", {"color": _PALE, "width": 1.0, "opacity": 1.0, "dashed": True}))
+        entries.append(("off", {"color": PALE, "width": 1.0, "opacity": 1.0, "dashed": True}))
     for words, style in entries:
         _draw_curve(axes, _straight((x, y), (x + 0.34, y)), **style)
-        axes.text(x + 0.42, y, words, size=8, color=_GREY, va="center")
+        axes.text(x + 0.42, y, words, size=8, color=GREY, va="center")
         x += 0.42 + 0.06 * len(words) + 0.24

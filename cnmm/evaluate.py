@@ -35,7 +35,7 @@ def quality_of(predicted: Tensor, labels: Tensor, num_classes: int) -> Quality:
     hits = torch.bincount(labels[right], minlength=num_classes)
     seen = per_class > 0
     n, accuracy = len(labels), right.double().mean().item()
-    low, high = _wilson(accuracy, n)
+    low, high = wilson(accuracy, n)
     return Quality(
         accuracy=accuracy,
         mean_class_accuracy=(hits[seen] / per_class[seen]).double().mean().item(),
@@ -103,7 +103,8 @@ def batches_of(
         yield prepare(images[start : start + size]), labels[start : start + size]
 
 
-def _wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of a share p of n images."""
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,13 @@ from cnmm.config import Gates, MixtureConfig, check_input_size
 from cnmm.cost import classifier_sizes
 from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
 from cnmm.prune import check_classifier
+
+Part = Literal["kept", "pooled", "whole"]
+Parts = dict[Part, Tensor]
+"""What others read of a node: its shared part, normalised, at the map's own resolution ("kept") or at half of it, and
+"whole", what a classifier's output reads of the map itself. Of the output it is the logits."""
+Visit = Callable[[int, Callable[[], Parts]], Parts]
+"""Stands between a pass and the nodes that it computes: called with each node and the function that computes it."""
 
 
 class Map(nn.Module):
@@ -36,17 +43,17 @@ class Map(nn.Module):
         self.kept_statistics = blocks.Statistics(width // 4) if shared else None
         self.pooled_statistics = blocks.Statistics(width // 4) if shared else None
 
-    def spread(self, h: Tensor, kinds: Iterable[bool], *, largest: bool, update: bool) -> dict[bool, Tensor]:
-        """The normalised inputs of the edges that leave this map: of those that are pooled (True) or not (False)."""
+    def spread(self, h: Tensor, kinds: Iterable[Part], *, largest: bool, update: bool) -> Parts:
+        """The normalised inputs of the edges that leave this map: of those that are pooled, or kept as they are."""
         assert self.shared is not None
         assert self.kept_statistics is not None
         assert self.pooled_statistics is not None
         z = self.shared(h, self.statistics, update=update)
         return {
-            pooled: self.pooled_statistics.normalise(blocks.pool(z, largest=largest), update=update)
-            if pooled
+            kind: self.pooled_statistics.normalise(blocks.pool(z, largest=largest), update=update)
+            if kind == "pooled"
             else self.kept_statistics.normalise(z, update=update)
-            for pooled in sorted(kinds)
+            for kind in sorted(kinds)
         }
 
 
@@ -141,6 +148,18 @@ class Mixture(nn.Module):
         values = self._draw(gates, x, group, temperature, generator)
         return self._run(x, edges, tuple(exits), values, update_statistics)
 
+    def forward_visited(
+        self, x: Tensor, point: OperatingPoint, visit: Visit, also: frozenset[Edge] = frozenset()
+    ) -> Tensor:
+        """Logits at a point by expectation, where `visit` may keep the parts of a node for another pass.
+
+        The parts of a map depend only on the images, the surviving edges among its ancestors, and which of them are
+        read: by edges of the point, or by edges `also` out of its maps.
+        """
+        exit = check_classifier(self.config, self.lattice, point.exit)
+        values = self._draw("expectation", x, None, 1.0, None)
+        return self._run(x, self.live_edges(point), (exit,), values, True, visit, also)[exit]
+
     @torch.no_grad()
     def monte_carlo(
         self,
@@ -157,7 +176,7 @@ class Mixture(nn.Module):
             raise ValueError(f"num_samples={num_samples}: at least 1 is needed")
         if self.training:
             raise ValueError("monte_carlo uses the running statistics; call model.eval() first")
-        total = torch.zeros(())
+        total = torch.zeros((), device=x.device)
         for _ in range(num_samples):
             logits = self(
                 x,
@@ -250,53 +269,79 @@ class Mixture(nn.Module):
             raise ValueError(f"a batch of {x.shape[0]} images: training needs at least {least}, or call model.eval()")
 
     def _run(
-        self, x: Tensor, edges: frozenset[Edge], exits: tuple[int, ...], gates: Tensor | None, update: bool
+        self,
+        x: Tensor,
+        edges: frozenset[Edge],
+        exits: tuple[int, ...],
+        gates: Tensor | None,
+        update: bool,
+        visit: Visit = lambda node, compute: compute(),
+        also: frozenset[Edge] = frozenset(),
     ) -> dict[int, Tensor]:
-        """Evaluates the edges, map after map, and the exits as soon as their block is done."""
+        """Evaluates the edges, map after map, and the exits as soon as their block is done.
+
+        What edges `also` read of the maps is computed, too, but not those edges.
+        """
         lattice = self.lattice
-        largest = self.config.task == "segmentation"
-        x = x if x.dtype == torch.bfloat16 else x.to(self.stem.dtype)
         taken = None if gates is None else dict(zip(lattice.edges, gates.unbind(-1), strict=True))
         weights = self._weights(edges, taken)
-        readers: dict[int, set[bool]] = {}  # of each map's shared part: does the resolution fall?
-        for i, j in edges:
-            if i and (j != lattice.output or largest):
-                readers.setdefault(i, set()).add(j != lattice.output and lattice.falls((i, j)))
-
-        x = x.contiguous(memory_format=torch.channels_last)
-        stride = 1 if self.config.stem_stride == 1 else 2
-        stem = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
-        tensors = {
-            (0, False): self.stem_statistics.normalise(stem, update=update)
-        }  # (map, pooled?): normalised input of its edges
-        maps: dict[int, Tensor] = {}  # what the output reads of the maps since the last exit
         output = _Output(self, edges, taken, x, update)
+        readers: dict[int, list[Edge]] = {}
+        for edge in edges | also:
+            readers.setdefault(edge[0], []).append(edge)
+        parts: dict[int, Parts] = {0: visit(0, functools.partial(self._stem, x, update))}
+        maps: dict[int, Tensor] = {}  # what the output reads of the maps since the last exit
         logits: dict[int, Tensor] = {}
         alive = {j for _, j in edges}
         for node in range(1, lattice.exits[exits[-1] - 1] + 1):
             if node in alive:
-                this = cast(Map, self.maps[str(node)])
-                index = [k for k, i in enumerate(this.sources) if (i, node) in edges]
-                sources = [this.sources[k] for k in index]
-                inputs = [tensors[i, i > 0 and lattice.falls((i, node))] for i in sources]
-                mix_GE = torch.stack([weights[i, node] for i in sources], -1)
-                h = this.mix(inputs, index, mix_GE, update=update)
-                if node == 1 and self.config.stem_stride == 4:
-                    h = blocks.pool(h, largest=True)
-                kinds = readers.get(node)
-                if kinds:
-                    spread = this.spread(h, kinds, largest=largest, update=update)
-                    tensors.update(((node, pooled), tensor) for pooled, tensor in spread.items())
+                compute = functools.partial(self._map, node, parts, weights, readers.get(node, ()), output, update)
+                parts[node] = visit(node, compute)
                 if (node, lattice.output) in edges:
-                    maps[node] = (
-                        tensors[node, False]
-                        if largest
-                        else output.read(node, h, this.statistics, update=update and not kinds)
-                    )
+                    maps[node] = parts[node][self._reads((node, lattice.output))]
             if node in lattice.exits and lattice.exits.index(node) + 1 in exits:
                 exit = lattice.exits.index(node) + 1
-                logits[exit] = output.exit(exit, maps)
+                logits[exit] = visit(lattice.output, functools.partial(output.exit, exit, maps))["whole"]
         return logits
+
+    def _reads(self, edge: Edge) -> Part:
+        """What an edge reads of its map: H_i itself as the output of a classifier does, or its shared part."""
+        if edge[1] == self.lattice.output:
+            return "whole" if self.config.task == "classification" else "kept"
+        return "pooled" if edge[0] and self.lattice.falls(edge) else "kept"
+
+    def _stem(self, x: Tensor, update: bool) -> Parts:
+        x = x if x.dtype == torch.bfloat16 else x.to(self.stem.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        stride = 1 if self.config.stem_stride == 1 else 2
+        h = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
+        return {"kept": self.stem_statistics.normalise(h, update=update)}
+
+    def _map(
+        self,
+        node: int,
+        parts: Mapping[int, Parts],
+        weights: Mapping[Edge, Tensor],
+        readers: Iterable[Edge],
+        output: _Output,
+        update: bool,
+    ) -> Parts:
+        """One map from the parts of its inputs: what its readers read of it."""
+        this = cast(Map, self.maps[str(node)])
+        index = [k for k, i in enumerate(this.sources) if (i, node) in weights]
+        sources = [this.sources[k] for k in index]
+        inputs = [parts[i][self._reads((i, node))] for i in sources]
+        mix_GE = torch.stack([weights[i, node] for i in sources], -1)
+        h = this.mix(inputs, index, mix_GE, update=update)
+        if node == 1 and self.config.stem_stride == 4:
+            h = blocks.pool(h, largest=True)
+        kinds = {self._reads(edge) for edge in readers}
+        result: Parts = {}
+        if spread := kinds - {"whole"}:
+            result.update(this.spread(h, spread, largest=self.config.task == "segmentation", update=update))
+        if "whole" in kinds:
+            result["whole"] = output.read(node, h, this.statistics, update=update and not spread)
+        return result
 
     def _weights(self, edges: Iterable[Edge], taken: Mapping[Edge, Tensor] | None) -> dict[Edge, Tensor]:
         """Mixing weights [G] of the edges: stick-breaking of the gates, or all ones in the deterministic variant."""
@@ -323,7 +368,7 @@ class _Output:
         output = cast(blocks.VectorOutput, self.model.outputs[str(self.lattice.scale(node))])
         return output.pool(h, self._position(node), statistics, update=update)
 
-    def exit(self, exit: int, maps: dict[int, Tensor]) -> Tensor:
+    def exit(self, exit: int, maps: dict[int, Tensor]) -> Parts:
         """Mixes the maps in that have come since the last exit (and forgets them), then classifies."""
         model, lattice = self.model, self.lattice
         T = lattice.output
@@ -343,12 +388,12 @@ class _Output:
         classifier = model.classifiers[str(exit)]
         if model.config.task == "classification":
             (h,) = self.mixed.values()
-            return cast(Tensor, classifier(h))
+            return {"whole": classifier(h)}
         size = (self.x.shape[2], self.x.shape[3])
         first = map_sizes(model.config, size)[0]
         h = functools.reduce(torch.add, (blocks.upsample(h, first) for h in self.mixed.values()))
         sizes = classifier_sizes(model.config, size)
-        return cast(Tensor, classifier(h, sizes, update=self.update))
+        return {"whole": classifier(h, sizes, update=self.update)}
 
     def _position(self, node: int) -> int:
         """Which of its scale's edges into the output this map's is."""

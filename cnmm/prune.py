@@ -15,10 +15,11 @@ from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
 from cnmm.lattice import Dag, Edge, OperatingPoint, build_lattice
 
-Rule = Literal["flow", "flow_per_mac"]
-"""Which edge is cut next: that of least flow (the paper's), or of least flow per mac that vanishes with it."""
+Rule = Literal["flow", "flow_per_mac", "mean_flow"]
+"""Which edge is cut next: that of least flow (the paper's), of least flow per mac that vanishes with it, or of least
+flow averaged over all exits up to this one, which keeps the earlier exits good too: the rule for cascades."""
 
-_LETTERS: dict[str, Rule] = {"c": "flow", "m": "flow_per_mac"}
+_LETTERS: dict[str, Rule] = {"c": "flow", "m": "flow_per_mac", "a": "mean_flow"}
 _TIE = 1e-9  # flows that differ by less, relatively, are equal but for rounding
 
 
@@ -41,13 +42,15 @@ def cutting_order(model: Mixable, exit: int | None = None, *, rule: Rule = "flow
     if model.config.mixing == "sum":  # no gates, so nothing says what to cut
         steps = [lattice.exit_edges(exit)]
     else:
-        steps = _cut(model.chain.detach(), exit, CostTable.of(model.config) if rule == "flow_per_mac" else None)
+        costs = CostTable.of(model.config) if rule == "flow_per_mac" else None
+        exits = [k for k in model.config.exit_numbers if k <= exit] if rule == "mean_flow" else [exit]
+        steps = _cut(model.chain.detach(), exits, costs)
     return [OperatingPoint(exit=exit, edges=edges, name=f"e{exit}{letter}{cuts}") for cuts, edges in enumerate(steps)]
 
 
 def named_point(model: Mixable, name: str) -> OperatingPoint:
-    """The operating point of a name like "e5c37": exit 5, 37 cuts by the flow rule ("m": flow per mac)."""
-    match = re.fullmatch(r"e(\d+)([cm])(\d+)", name)
+    """The operating point of a name like "e5c37": exit 5, 37 cuts by the flow rule ("m": flow per mac, "a": mean)."""
+    match = re.fullmatch(r"e(\d+)([cma])(\d+)", name)
     if not match:
         raise ValueError(f"point {name!r}: a name like e5c37 is needed (exit 5, 37 cuts; m instead of c: flow per mac)")
     exit, letter, cuts = int(match[1]), match[2], int(match[3])
@@ -70,11 +73,11 @@ def check_classifier(config: MixtureConfig, dag: Dag, exit: int | None) -> int:
     return exit
 
 
-def _cut(chain: Chain, exit: int, costs: CostTable | None) -> list[frozenset[Edge]]:
-    """The surviving edges after 0, 1, 2, ... cuts."""
+def _cut(chain: Chain, exits: list[int], costs: CostTable | None) -> list[frozenset[Edge]]:
+    """The surviving edges of the last of the exits after 0, 1, 2, ... cuts, by the flow averaged over the exits."""
     dag = chain.dag
     taken, passed = chain.gates(), Chain(dag, [-logit for logit in chain.logits]).gates()
-    alive = dag.exit_edges(exit)
+    alive = dag.exit_edges(exits[-1])
     readers: dict[int, set[int]] = {node: set() for node in range(dag.output + 1)}
     inputs: dict[int, set[int]] = {node: set() for node in range(dag.output + 1)}
     for i, j in alive:
@@ -83,7 +86,11 @@ def _cut(chain: Chain, exit: int, costs: CostTable | None) -> list[frozenset[Edg
 
     steps = [alive]
     while candidates := [(i, j) for i, j in alive if len(inputs[j]) > 1]:
-        used = flow(dag, break_sticks(alive, taken, passed))
+        used = dict.fromkeys(alive, 0.0)
+        for exit in exits:
+            here = alive if exit == exits[-1] else dag.exit_edges(exit, alive)
+            for edge, part in flow(dag, break_sticks(here, taken, passed)).items() if here else ():
+                used[edge] += part / len(exits)
         if costs is not None:
             used = {edge: used[edge] / _macs_saved(edge, readers, inputs, costs) for edge in candidates}
         least = min(used[edge] for edge in candidates)

@@ -6,6 +6,7 @@ checkpoint ends with the same weights, bit by bit.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import time
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from cnmm import checkpoint, distributed
 from cnmm.config import Gates, TrainConfig
-from cnmm.data import DataSet, Split, hold_out
+from cnmm.data import DataSet, Split, Workers, hold_out, num_workers
 from cnmm.evaluate import evaluate_exits, reestimated
 from cnmm.mixture import Mixture
 from cnmm.prune import cutting_order
@@ -29,6 +30,7 @@ from cnmm.prune import cutting_order
 STATISTICS_IMAGES = 4000
 """Training images on which the statistics for inference are estimated."""
 EVALUATION_BATCH = 500
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +84,10 @@ def train(
 ) -> Mixture:
     """Trains a mixture into a run folder and returns it with the statistics of expectation mode, in eval mode."""
     kept, held_out = hold_out(data.train.labels, config.val, config.seed)
-    images = Images(data, config)
-    steps = len(kept) // config.batch_size
-    if config.batch_size % distributed.world_size():
-        raise ValueError(
-            f"batch_size={config.batch_size}: it must be a multiple of {distributed.world_size()} processes"
-        )
-    if steps == 0:
-        raise ValueError(f"batch_size={config.batch_size}: there are only {len(kept)} training images; use less")
+    steps = steps_per_epoch(config, len(kept))
     writes = distributed.rank() == 0
-    optimizer = make_optimizer(model, config)
+    device = distributed.pick_device(config.device)
+    optimizer = make_optimizer(model.to(device), config)
     average = Average(model, config.average)
     done = checkpoint.restore(folder, model, optimizer, average.tensors) if resume else 0
     if writes:
@@ -102,58 +98,83 @@ def train(
     saved_at = time.monotonic()
     stop = False
 
-    for epoch in range(done // steps, config.epochs):
-        order = torch.randperm(len(kept), generator=seeded(config.seed, "order", epoch)).numpy()
-        losses: list[float] = []
-        for step in range(done - epoch * steps, steps):
-            chosen = np.sort(kept[order[step * config.batch_size : (step + 1) * config.batch_size]])
-            x, labels = images.training_batch(data.train, chosen, epoch, step)
-            loss = training_loss(model, x, labels, config, part=done / (config.epochs * steps), at=(epoch, step))
-            value, stop = agree(loss, should_stop())
-            if not math.isfinite(value):
-                raise NotFinite(
-                    f"the loss is {value} at epoch {epoch + 1}, step {step + 1}; the step was not taken; "
-                    f"try a lower rate: --lr {config.lr / 2:g}"
-                )
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            average_gradients(model)
-            if config.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, done / (config.epochs * steps))
-            optimizer.step()
-            average.update(model)
-            done += 1
-            losses.append(value)
-            on_step(meter.tick(epoch, step, steps, value, config.batch_size))
-            if step + 1 < steps and (stop or time.monotonic() - saved_at > save_every_s):
-                if writes:
-                    checkpoint.save_state(folder, model, optimizer, average.tensors, done)
-                saved_at = time.monotonic()
-                if stop:
-                    raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
-        if writes:
-            result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
-            checkpoint.append_log(folder, {"step": done, **asdict(result)})
-            on_epoch(result)
-            checkpoint.save_state(folder, model, optimizer, average.tensors, done)
-        saved_at = time.monotonic()
-        if stop and epoch + 1 < config.epochs:
-            raise Stopped(f"stopped after epoch {epoch + 1}")
+    with start_workers(data, config) as workers:
+        images = Images(data, config, device=device, workers=workers)
+        for epoch in range(done // steps, config.epochs):
+            losses: list[float] = []
+            for step, x, labels in images.training_batches(data.train, kept, epoch, first=done - epoch * steps):
+                loss = training_loss(model, x, labels, config, part=done / (config.epochs * steps), at=(epoch, step))
+                value, stop = agree(loss, should_stop())
+                if not math.isfinite(value):
+                    raise NotFinite(
+                        f"the loss is {value} at epoch {epoch + 1}, step {step + 1}; the step was not taken; "
+                        f"try a lower rate: --lr {config.lr / 2:g}"
+                    )
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                average_gradients(model)
+                if config.clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(config, done / (config.epochs * steps))
+                optimizer.step()
+                average.update(model)
+                done += 1
+                losses.append(value)
+                on_step(meter.tick(epoch, step, steps, value, config.batch_size))
+                if step + 1 < steps and (stop or time.monotonic() - saved_at > save_every_s):
+                    if writes:
+                        checkpoint.save_state(folder, model, optimizer, average.tensors, done)
+                    saved_at = time.monotonic()
+                    if stop:
+                        raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
+            if writes:
+                result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
+                checkpoint.append_log(folder, {"step": done, **asdict(result)})
+                on_epoch(result)
+                checkpoint.save_state(folder, model, optimizer, average.tensors, done)
+            saved_at = time.monotonic()
+            if stop and epoch + 1 < config.epochs:
+                raise Stopped(f"stopped after epoch {epoch + 1}")
 
-    average.copy_to(model)
-    with distributed.paused():
-        model = reestimated(model, images.statistics_batches(data.train, kept))
+        average.copy_to(model)
+        with distributed.paused():
+            model = reestimated(model, images.statistics_batches(data.train, kept))
     if writes:
         checkpoint.save_weights(model, folder)
     distributed.wait()
     return model
 
 
+def steps_per_epoch(config: TrainConfig, num: int) -> int:
+    """Whole batches in `num` images."""
+    if config.batch_size % distributed.world_size():
+        raise ValueError(
+            f"batch_size={config.batch_size}: it must be a multiple of {distributed.world_size()} processes"
+        )
+    if num < config.batch_size:
+        raise ValueError(f"batch_size={config.batch_size}: there are only {num} training images; use less")
+    return num // config.batch_size
+
+
+def start_workers(data: DataSet, config: TrainConfig) -> Workers:
+    """The processes that decode image files for this one."""
+    return Workers(num_workers(config.workers, data.train, distributed.local_size()))
+
+
+def keep_freed_memory() -> None:
+    """Asks glibc to keep large freed blocks: every step needs them again, and page faults cost 5 to 15 % of it."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):  # another C library
+        pass
+
+
 def agree(loss: Tensor, stop: bool) -> tuple[float, bool]:
     """The loss over all processes, and whether one of them was asked to stop."""
-    sums = distributed.total([loss.detach().double().view(1), torch.tensor([float(stop)], dtype=torch.float64)])
+    sums = distributed.total([loss.detach().double().view(1), loss.new_tensor([stop], dtype=torch.float64)])
     return sums[0].item() / distributed.world_size(), sums[1].item() > 0
 
 
@@ -175,7 +196,7 @@ def training_loss(
     gates, group = draw_gates(model, config, at, len(x))
     logits = model.forward_exits(x, gates=gates, group=group)
     weights = exit_weights(list(logits), config)
-    total = torch.zeros(())
+    total = torch.zeros((), device=x.device)
     for exit, score in logits.items():
         total = total + weights[exit] * F.cross_entropy(score.float(), labels, label_smoothing=config.label_smoothing)
     if part >= config.ladder_start and model.config.mixing == "gates":
@@ -199,7 +220,7 @@ def draw_gates(model: Mixture, config: TrainConfig, at: tuple[int, int], num: in
         return values, None
     if world == 1:
         return values, group
-    images = torch.arange(num) + num * distributed.rank()
+    images = torch.arange(num, device=values.device) + num * distributed.rank()
     return values[images // group], 1
 
 
@@ -262,40 +283,65 @@ def _draw(below: int, generator: torch.Generator) -> int:
 
 
 class Images:
-    """Prepares uint8 images for the network: augmentation, normalisation, precision."""
+    """Prepares uint8 images for the network: augmentation, normalisation, precision, and then its device."""
 
-    def __init__(self, data: DataSet, config: TrainConfig) -> None:
+    def __init__(
+        self, data: DataSet, config: TrainConfig, *, device: torch.device | str = "cpu", workers: Workers | None = None
+    ) -> None:
         self.config = config
         self.mean = torch.tensor(data.mean).view(1, -1, 1, 1) * 255
         self.std = torch.tensor(data.std).view(1, -1, 1, 1) * 255
-        self.dtype = torch.bfloat16 if use_bfloat16(config.precision) else torch.float32
+        self.device = torch.device(device)
+        self.workers = workers or Workers()
+        self.dtype = torch.bfloat16 if use_bfloat16(config.precision, self.device) else torch.float32
 
-    def training_batch(self, split: Split, chosen: np.ndarray, epoch: int, step: int) -> tuple[Tensor, Tensor]:
-        """This process's part of a batch; what is drawn for an image depends on its place in the whole batch."""
-        num = len(chosen) // distributed.world_size()
-        first = num * distributed.rank()
-        chosen, places = chosen[first : first + num], slice(first, first + num)
-        images = torch.from_numpy(split.read(chosen))
-        images = augment(images, self.config, seeded(self.config.seed, "augment", epoch, step), places)
-        return self.prepare(images.permute(0, 3, 1, 2)), torch.from_numpy(split.labels[chosen])
+    def training_batches(
+        self, split: Split, kept: np.ndarray, epoch: int, *, first: int = 0
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Step, images and labels of an epoch from step `first` on: this process's part of every batch.
+
+        What is drawn for an image depends on its place in the whole batch.
+        """
+        seed, size = self.config.seed, self.config.batch_size
+        num = size // distributed.world_size()
+        places = slice(num * distributed.rank(), num * (distributed.rank() + 1))
+        order = torch.randperm(len(kept), generator=seeded(seed, "order", epoch)).numpy()
+        steps = range(first, len(kept) // size)
+        parts = [np.sort(kept[order[step * size : (step + 1) * size]])[places] for step in steps]
+        for step, (chosen, pixels) in zip(steps, self._read(split, parts), strict=True):
+            images = augment(pixels, self.config, seeded(seed, "augment", epoch, step), places)
+            yield step, self.prepare(images.permute(0, 3, 1, 2)), self._labels(split, chosen)
 
     def prepare(self, images: Tensor) -> Tensor:
-        """uint8 [N, C, H, W] to normalised floats."""
-        return ((images.float() - self.mean) / self.std).to(self.dtype)
+        """uint8 [N, C, H, W] to normalised floats on the device."""
+        return ((images.float() - self.mean) / self.std).to(self.dtype).to(self.device)
 
     def batches(self, split: Split, indices: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         """Images as they are, for evaluation."""
-        for start in range(0, len(indices), EVALUATION_BATCH):
-            chosen = indices[start : start + EVALUATION_BATCH]
-            images = torch.from_numpy(split.read(chosen)).permute(0, 3, 1, 2)
-            yield self.prepare(images), torch.from_numpy(split.labels[chosen])
+        for chosen, images in self._read(split, chunks(indices)):
+            yield self.prepare(images.permute(0, 3, 1, 2)), self._labels(split, chosen)
 
     def statistics_batches(self, split: Split, kept: np.ndarray) -> Iterator[Tensor]:
-        """Training images, a few thousand, not augmented."""
-        chosen = torch.randperm(len(kept), generator=seeded(self.config.seed, "statistics"))[:STATISTICS_IMAGES]
-        for images, _ in self.batches(split, np.sort(kept[chosen.numpy()])):
+        """A few thousand training images, augmented as in training: black borders belong to what was learned."""
+        seed = self.config.seed
+        chosen = torch.randperm(len(kept), generator=seeded(seed, "statistics"))[:STATISTICS_IMAGES]
+        for number, (_, images) in enumerate(self._read(split, chunks(np.sort(kept[chosen.numpy()])))):
             if len(images) > 1:
-                yield images
+                images = augment(images, self.config, seeded(seed, "statistics", number * EVALUATION_BATCH))
+                yield self.prepare(images.permute(0, 3, 1, 2))
+
+    def _read(self, split: Split, parts: list[np.ndarray]) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Each part with its images, uint8 [N, H, W, C]."""
+        for chosen, pixels in zip(parts, self.workers.read(split, parts), strict=True):
+            yield chosen, torch.from_numpy(pixels)
+
+    def _labels(self, split: Split, chosen: np.ndarray) -> Tensor:
+        return torch.from_numpy(split.labels[chosen]).to(self.device)
+
+
+def chunks(indices: np.ndarray) -> list[np.ndarray]:
+    """Indices in batches for evaluation."""
+    return [indices[start : start + EVALUATION_BATCH] for start in range(0, len(indices), EVALUATION_BATCH)]
 
 
 def augment(images: Tensor, config: TrainConfig, generator: torch.Generator, places: slice | None = None) -> Tensor:
@@ -316,9 +362,11 @@ def augment(images: Tensor, config: TrainConfig, generator: torch.Generator, pla
     return padded[which, rows[:, :, None], (right + columns)[:, None, :]]
 
 
-def use_bfloat16(precision: str) -> bool:
-    """ "auto" takes bfloat16 where the CPU has instructions for it."""
+def use_bfloat16(precision: str, device: torch.device | str = "cpu") -> bool:
+    """ "auto" takes bfloat16 where the device has instructions for it."""
     if precision == "auto":
+        if torch.device(device).type == "cuda":
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return precision == "bfloat16"
 

@@ -14,8 +14,8 @@ import tyro
 from tyro.conf import Positional, arg
 
 import cnmm
-from cnmm.checkpoint import is_run, load, read_config, start_run, write_atomically
-from cnmm.config import ExitWeights, Gates, Precision, TrainConfig
+from cnmm.checkpoint import is_run, load, start_run, write_atomically
+from cnmm.config import Device, ExitWeights, Gates, Precision, TrainConfig
 from cnmm.recipes import recipe
 from cnmm.terminal import NO_HINT, Common, print_table, say
 from cnmm.zoo import require_torch
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from cnmm.train import EpochResult, Progress
 
 _RECIPE = arg(help_behavior_hint="(default: the recipe's)")
+_AUTO = arg(help_behavior_hint="(default: auto)")
+_WORKERS = arg(metavar="N", help_behavior_hint="(default: cores - 1 if the images do not fit into memory)")
 DataName = Annotated[str, arg(metavar="KIND:DIR", help_behavior_hint="")]
 
 
@@ -76,7 +78,11 @@ class Fields:
     seed: Annotated[int | None, _RECIPE] = None
     """Seed of all randomness."""
     precision: Annotated[Precision | None, _RECIPE] = None
-    """Type of activations; auto: bfloat16 where the CPU has the instructions."""
+    """Type of activations; auto: bfloat16 where the device has the instructions."""
+    device: Annotated[Device | None, _AUTO] = None
+    """Where to compute; auto: on a GPU if there is one."""
+    workers: Annotated[int | None, _WORKERS] = None
+    """Processes that decode images of a large folder ahead; 0: none. The result is the same."""
 
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -108,13 +114,14 @@ class Train:
         import torch
 
         from cnmm import distributed
-        from cnmm.train import Stopped, train
+        from cnmm.train import Stopped, keep_freed_memory, train
 
-        distributed.start()
+        keep_freed_memory()
+        config = recipe(self.recipe, **self.fields.given())
+        distributed.start(config.device)
         resume = self.resume or distributed.restarted()
         first = distributed.rank() == 0
 
-        config = recipe(self.recipe, **self.fields.given())
         data = open_data(self.data, self.skip_bad)
         torch.manual_seed(config.seed)
         model = new_model(self.model, data, self.init)
@@ -166,26 +173,28 @@ class Evaluate:
     """test, or validation: the images that training held out."""
     point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: nothing cut)")] = None
     """An operating point such as e4c12."""
+    budget: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="")] = None
+    """60M, 40%, 25ms or acc:0.92, instead of a point: the best measured one within it (see `cnmm frontier`)."""
     raw: Annotated[bool, NO_HINT] = False
     """Keep the full mixture's statistics at a cut point, instead of re-estimating them on training images."""
     monte_carlo: Annotated[int, arg(metavar="N", help_behavior_hint="(default: the expectation)")] = 0
     """Average the probabilities of N samples of the gates."""
+    device: Annotated[Device, _AUTO] = "auto"
+    """Where to compute; auto: on a GPU if there is one."""
+    workers: Annotated[int | None, _WORKERS] = None
+    """Processes that decode images of a large folder ahead; 0: none. The result is the same."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
         require_torch()
-        if not is_run(self.run):
-            raise ValueError(f"{self.run}: no run folder; `cnmm train --out {self.run} ...` makes one")
-        about = read_config(self.run)
-        config = TrainConfig(**about["train"]) if "train" in about else recipe("quick")
-        model = load(self.run)
-        spec = self.data or about.get("data", {}).get("spec")
-        if spec is None:
-            raise ValueError(f"{self.run} does not say what it was trained on; use --data, for example cifar10:DIR")
-        data = dataclasses.replace(open_data(spec, False, model.config.input_size), **preprocessing(about))
-        if len(data.classes) != model.config.num_classes:
-            raise ValueError(f"{spec} has {len(data.classes)} classes, {self.run} has {model.config.num_classes}")
-        return evaluation(model, data, config, self.split, self.point, raw=self.raw, monte_carlo=self.monte_carlo)
+        from cnmm.distributed import pick_device
+        from cnmm.runs import Run
+
+        run = Run(self.run, data=self.data)
+        config = dataclasses.replace(run.config, device=self.device, workers=self.workers)
+        chosen = run.find(budget=self.budget, point=self.point).name if self.budget or self.point else None
+        model = run.model.to(pick_device(config.device))
+        return evaluation(model, run.data, config, self.split, chosen, raw=self.raw, monte_carlo=self.monte_carlo)
 
     def show(self, answer: dict[str, Any]) -> None:
         show_exits(answer)
@@ -235,12 +244,6 @@ def describe(data: DataSet) -> dict[str, Any]:
     return {field: getattr(data, field) for field in fields}
 
 
-def preprocessing(about: dict[str, Any]) -> dict[str, Any]:
-    """Mean and deviation travel with the weights, whatever images they meet."""
-    data = about.get("data", {})
-    return {field: tuple(data[field]) for field in ("mean", "std") if field in data}
-
-
 def evaluation(
     model: Mixture,
     data: DataSet,
@@ -256,11 +259,10 @@ def evaluation(
 
     from cnmm.data import hold_out
     from cnmm.evaluate import evaluate_exits, reestimated
-    from cnmm.train import Images, seeded
+    from cnmm.train import Images, seeded, start_workers
 
     chosen = cnmm.named_point(model, point) if point else None
     kept, held_out = hold_out(data.train.labels, config.val, config.seed)
-    images = Images(data, config)
     if split == "validation":
         part, indices = data.train, held_out
     elif split == "test" and data.test is not None:
@@ -269,11 +271,13 @@ def evaluation(
         raise ValueError(f"split {split!r}: allowed are test (if the data set has one) and validation")
     if len(indices) == 0:
         raise ValueError(f"split {split!r}: no images were held out (val=0); use --split test")
-    if chosen and not raw:
-        model = reestimated(model, images.statistics_batches(data.train, kept), chosen)
-    batches = images.batches(part, indices)
-    generator = seeded(config.seed, "monte-carlo")
-    qualities = evaluate_exits(model, batches, chosen, monte_carlo=monte_carlo, generator=generator)
+    with start_workers(data, config) as workers:
+        images = Images(data, config, device=model.stem.device, workers=workers)
+        if chosen and not raw:
+            model = reestimated(model, images.statistics_batches(data.train, kept), chosen)
+        batches = images.batches(part, indices)
+        generator = seeded(config.seed, "monte-carlo")
+        qualities = evaluate_exits(model, batches, chosen, monte_carlo=monte_carlo, generator=generator)
     costs = cnmm.CostTable.of(model.config)
     last = max(qualities)
     name = chosen.name if chosen else f"e{last}c0"

@@ -1,190 +1,129 @@
-"""A tour of one mixture on real images, in about a minute: `make demo`, or `python examples/demo.py`.
+"""The whole story on real images, in about two minutes: `make demo`, or `python examples/demo.py`.
 
-It trains a small mixture on Fashion-MNIST images (the sample that comes with the package), draws it, runs test images
-through it in every mode, and cuts it down to a single network.
+It trains one small mixture on Fashion-MNIST images (the sample that comes with the package), measures its operating
+points, exports a ladder of them, and classifies images at three budgets and by confidence, without torch.
 """
 
 from __future__ import annotations
 
 import shutil
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 import cnmm
 from cnmm.checkpoint import start_run
-from cnmm.config import TrainConfig
 from cnmm.cost import short_count
-from cnmm.data import DataSet, hold_out, open_data
+from cnmm.data import DataSet, open_data
 from cnmm.draw import draw_lattice, save_picture
-from cnmm.evaluate import evaluate_exits, reestimated
-from cnmm.mixture import Mixture
+from cnmm.frontier import Frontier
 from cnmm.recipes import recipe
-from cnmm.train import Images, train
+from cnmm.runs import Run
+from cnmm.train import train
 from cnmm.verbs import TrainingBar, describe
+from cnmm.verbs_budget import MeasuringBar, measure_run, write_frontier
 
 FOLDER = Path("demo")
-NUM_IMAGES = 256
-NUM_SAMPLES = 5
 MODEL = "cnmm_tiny"
 EPOCHS = 10
-
-T = TypeVar("T")
+BUDGETS = ("100%", "50%", "25%")
 
 out = Console(highlight=False)
 
 
 def main() -> None:
     start = time.perf_counter()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
     data = open_data("fashion")
-    config = recipe("quick", epochs=EPOCHS, val=600, seed=0)
-    torch.manual_seed(config.seed)
-    model = build(data)
-    show_info(model)
-    model = train_it(model, data, config)
-    files = draw(model)
-    images = Images(data, config)
-    test, labels = next(images.batches(data.test, np.arange(NUM_IMAGES)))
-    show_passes(model, test, labels)
-    show_points(model, data, images, config)
-    show_next(files, time.perf_counter() - start)
+    train_it(data)
+    frontier = trace(Run(FOLDER / "run"))
+    export(Run(FOLDER / "run"))
+    classify(data)
+    show_next(frontier, time.perf_counter() - start)
 
 
 def progress(words: str) -> None:
     print(f"... {words}", file=sys.stderr, flush=True)
 
 
-def build(data: DataSet) -> Mixture:
-    progress(f"building {MODEL} for images of {data.size[0]}x{data.size[1]} and {len(data.classes)} classes")
-    return cnmm.create_model(MODEL, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size)
-
-
-def train_it(model: Mixture, data: DataSet, config: TrainConfig) -> Mixture:
-    """The same as `cnmm train --data fashion --model cnmm_tiny --epochs ... --out demo/run`."""
+def train_it(data: DataSet) -> None:
+    """The same as `cnmm train --data fashion --model cnmm_tiny --epochs 10 --val 600 --out demo/run`."""
+    config = recipe("quick", epochs=EPOCHS, val=600, seed=0)
+    torch.manual_seed(config.seed)
+    model = cnmm.create_model(MODEL, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size)
+    networks = f"one mixture of {model.chain.count()} networks"
+    progress(f"training {MODEL}, {networks}, on {len(data.train):,} images of {len(data.classes)} classes")
     run = FOLDER / "run"
-    progress(f"training on {len(data.train):,} images into {run}/, with ladder tuning in the last 40 %")
-    shutil.rmtree(run, ignore_errors=True)
     start_run(run, model, resume=False, train=config.to_dict(), data=describe(data))
     with TrainingBar(config) as bar:
-        return train(model, data, config, run, on_step=bar.step, on_epoch=bar.epoch)
+        train(model, data, config, run, on_step=bar.step, on_epoch=bar.epoch)
 
 
-def show_info(model: Mixture) -> None:
-    """The same numbers as `cnmm info cnmm_tiny`."""
-    table = Table(title=f"{model.config.name}: one mixture, {model.chain.count()} networks")
-    costs = cnmm.CostTable.of(model.config)
-    for column in ("exit", "networks", "macs", "params"):
-        table.add_column(column, justify="right")
-    for exit in model.config.exit_numbers:
-        cost = costs.exit(exit)
-        table.add_row(str(exit), f"{model.chain.count(exit):,}", f"{cost.macs:,}", f"{cost.params:,}")
-    out.print(table)
-
-
-def draw(model: Mixture) -> list[Path]:
-    """The full lattice and one cut point, each as .svg and .png."""
-    progress(f"drawing into {FOLDER}/")
-    FOLDER.mkdir(exist_ok=True)
-    order = cnmm.cutting_order(model)
-    files = []
-    for name, point in (("full", None), ("cut", order[len(order) // 2])):
-        figure = draw_lattice(model, point)
-        for suffix in (".svg", ".png"):
-            files.append(FOLDER / f"{name}{suffix}")
-            save_picture(figure, files[-1])
-    return files
-
-
-@torch.no_grad()
-def show_passes(model: Mixture, images: Tensor, labels: Tensor) -> None:
-    """One mixture, many ways to run it."""
-    progress(f"running {len(images)} test images in every mode")
-    passes: list[tuple[str, Callable[[], Tensor]]] = [
-        ("expectation, last exit", lambda: model(images)),
-        ("one network per image, sampled", lambda: model(images, gates="hard", group=1, generator=seeded(1))),
-        ("another draw", lambda: model(images, gates="hard", group=1, generator=seeded(2))),
-        (f"Monte-Carlo, {NUM_SAMPLES} samples", lambda: model.monte_carlo(images, NUM_SAMPLES, generator=seeded(3))),
-        (
-            f"Monte-Carlo, {NUM_SAMPLES} networks",
-            lambda: model.monte_carlo(images, NUM_SAMPLES, hard=True, generator=seeded(4)),
-        ),
-    ]
-    table = Table(title=f"{len(images)} test images")
-    for column in ("pass", "time", "agrees", "accuracy"):
-        table.add_column(column, justify="left" if column == "pass" else "right")
-    expected = model(images).argmax(1)
-
-    def add(name: str, elapsed: str, scores: Tensor) -> None:
-        predicted = scores.argmax(1)
-        accuracy = (predicted == labels).float().mean()
-        table.add_row(name, elapsed, f"{(predicted == expected).float().mean():.0%}", f"{accuracy:.0%}")
-
-    exits, elapsed = timed(lambda: model.forward_exits(images))
-    for exit, scores in exits.items():
-        add(f"exit {exit} (all exits in one pass)", elapsed if exit == 1 else '"', scores)
-    for name, function in passes:
-        scores, elapsed = timed(function)
-        add(name, elapsed, scores)
-    out.print(table)
-    out.print("agrees: with the class that the expectation gives at the last exit")
-
-
-@torch.no_grad()
-def show_points(model: Mixture, data: DataSet, images: Images, config: TrainConfig) -> None:
-    """From the whole mixture to one network: an operating point is an argument of the pass."""
-    progress("cutting the last exit, edge by edge, with the statistics of each point estimated anew")
-    order = cnmm.cutting_order(model)
-    costs = cnmm.CostTable.of(model.config)
-    kept, held_out = hold_out(data.train.labels, config.val, config.seed)
-    x, _ = next(images.batches(data.test, np.arange(NUM_IMAGES)))
-    table = Table(title=f"The last exit, cut by least flow: {len(order)} operating points")
-    for column in ("point", "macs", "networks left", f"accuracy, {len(held_out)} held out", f"time of {len(x)} images"):
+def trace(run: Run) -> Frontier:
+    """The same as `cnmm frontier demo/run --test`, and two drawings of `cnmm draw`."""
+    progress("measuring operating points on 600 held-out images: every exit, many cuts, no retraining")
+    with MeasuringBar() as bar:
+        frontier = measure_run(run, bar, rule="flow", num_images=None, num_points=None, test=True)
+    write_frontier(run.folder, frontier)
+    table = Table(title=f"{len(frontier.points)} operating points measured; the best for every budget")
+    for column in ("point", "macs", "of full", "accuracy, held out", "accuracy, test"):
         table.add_column(column, justify="left" if column == "point" else "right")
-    num = min(len(order), 6)
-    for point in [order[round(k * (len(order) - 1) / (num - 1))] for k in range(num)]:
-        settled = reestimated(model, images.statistics_batches(data.train, kept), point)
-        quality = evaluate_exits(settled, images.batches(data.train, held_out), point)[point.exit]
-        _, elapsed = timed(partial(settled, x, point=point))
-        networks = model.chain.count(point.exit, point.edges)
-        macs = short_count(costs.point(point).macs)
-        table.add_row(point.name, macs, str(networks), f"{quality.accuracy:.1%}", elapsed)
+    for point in frontier.envelope():
+        share = f"{point.macs / frontier.full_macs:.0%}"
+        table.add_row(
+            point.point, short_count(point.macs), share, f"{point.accuracy:.1%}", f"{point.test_accuracy:.1%}"
+        )
+    out.print(table)
+    for name, budget in (("full", "100%"), ("cut", "50%")):
+        chosen = cnmm.named_point(run.model, frontier.choose(budget).point)
+        save_picture(draw_lattice(run.model, chosen), FOLDER / f"{name}.svg")
+    return frontier
+
+
+def export(run: Run) -> None:
+    """The same as `cnmm export demo/run --ladder 6 -o demo/ladder`."""
+    progress("exporting a ladder: ONNX files with the preprocessing inside, checked against torch")
+    cnmm.export_ladder(run.model, run.frontier, FOLDER / "ladder", 6, about=run.preprocessing)
+
+
+def classify(data: DataSet) -> None:
+    """What `cnmm predict demo/ladder IMAGE --budget 50%` does, for all test images at once and one by one."""
+    assert data.test is not None
+    images, labels = data.test.read(np.arange(len(data.test))), data.test.labels
+    table = Table(title=f"{len(images):,} test images through the ladder (onnxruntime, no torch)")
+    for column in ("asked for", "runs", "macs per image", "accuracy", "time of one image"):
+        table.add_column(column, justify="right" if column not in ("asked for", "runs") else "left")
+    with cnmm.Session(FOLDER / "ladder") as session:
+        for words, asked in (
+            *((f"budget {budget}", {"budget": budget}) for budget in BUDGETS),
+            ("confidence 0.8", {"confidence": 0.8}),
+            ("50% on average", {"average_macs": "50%"}),
+        ):
+            answer = session.predict(images, **asked)  # type: ignore[arg-type]
+            accuracy = (answer.probabilities.argmax(1) == labels).mean()
+            times = [session.predict(image, **asked).time_ms for image in images[:200]]  # type: ignore[arg-type]
+            early = f"cascade {answer.point}" if "budget" not in asked else f"point {answer.point}"
+            table.add_row(words, early, short_count(round(answer.macs)), f"{accuracy:.1%}", f"{np.mean(times):.2f} ms")
     out.print(table)
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def timed(function: Callable[[], T], repeats: int = 5, enough_s: float = 0.3) -> tuple[T, str]:
-    """The last result of a call, and the median time of a few calls; a busy machine gets fewer of them."""
-    times: list[float] = []
-    while len(times) < repeats and sum(times) < enough_s:
-        start = time.perf_counter()
-        result = function()
-        times.append(time.perf_counter() - start)
-    return result, f"{1000 * statistics.median(times):.1f} ms"
-
-
-def show_next(files: list[Path], seconds: float) -> None:
-    out.print(f"\nWrote in {seconds:.0f} s, beside the run folder demo/run:")
-    for file in files:
-        out.print(f"  {file}")
+def show_next(frontier: Frontier, seconds: float) -> None:
+    out.print(f"\nWrote in {seconds:.0f} s:")
+    out.print("  demo/run/             the trained mixture and its frontier: look at frontier.svg")
+    out.print("  demo/ladder/          what a device needs: pip install cnmm, no torch")
+    out.print("  demo/full.svg cut.svg the lattice at full cost and at half of it")
     out.print("\nNext:")
-    out.print("  look at the pictures; an edge is as thick as many networks use it")
-    out.print("  cnmm evaluate demo/run --point e3c5            any point of what you have just trained")
-    out.print("  cnmm models                                    the zoo")
-    out.print("  cnmm info cnmm_b6s3 --num-classes 100          costs, exit by exit")
-    out.print("  cnmm draw cnmm_b6s3 --point e6c50 -o cut.svg   a point as a picture")
+    out.print("  cnmm report demo/run                            one page about all of it")
+    out.print("  cnmm choose demo/run --budget acc:0.75          the cheapest point that is good enough")
+    out.print("  cnmm bench demo/ladder                          its latency here; then --budget 1ms works")
+    out.print("  cnmm slim demo/run --budget 50% -o small        a plain network of one point")
+    out.print("  cnmm train --data folder:DIR --out runs/mine    your own images")
 
 
 if __name__ == "__main__":

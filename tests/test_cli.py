@@ -14,7 +14,7 @@ from cnmm import cli, create_model
 from cnmm.checkpoint import save
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("torch", "numpy", "matplotlib", "onnxruntime", "safetensors")
+HEAVY = ("torch", "numpy", "matplotlib", "onnxruntime", "openvino", "safetensors", "PIL")
 
 WITHOUT_HEAVY = f"""
 import sys
@@ -41,8 +41,22 @@ OPTIONS = {
         *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
         *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
         *("--ladder-weight", "--clip", "--average", "--crop", "--flip", "--val", "--seed", "--precision"),
+        *("--device", "--workers"),
     },
-    "evaluate": {"--data", "--split", "--point", "--raw", "--monte-carlo", "--json", "--debug"},
+    "evaluate": {
+        *("--data", "--split", "--point", "--budget", "--raw", "--monte-carlo", "--device", "--workers"),
+        *("--json", "--debug"),
+    },
+    "frontier": {"--data", "--rule", "--images", "--points", "--test", "--plot", "--json", "--debug"},
+    "choose": {"--budget", "--json", "--debug"},
+    "slim": {"-o", "--out", "--budget", "--point", "--data", "--json", "--debug"},
+    "export": {"-o", "--out", "--budget", "--point", "--ladder", "--precision", "--data", "--json", "--debug"},
+    "report": {"-o", "--out", "--data", "--json", "--debug"},
+    "predict": {
+        *("--budget", "--point", "--confidence", "--average-macs", "--deadline-ms", "--runtime", "--threads", "--top"),
+        *("--json", "--debug"),
+    },
+    "bench": {"--runtime", "--threads", "--batch", "--precision", "--seconds", "--json", "--debug"},
 }
 """The contract: scripts of users depend on every one of these."""
 

@@ -20,7 +20,18 @@ from PIL import EpsImagePlugin, Image
 
 import cnmm
 from cnmm.config import check_input_size
-from cnmm.data import ArraySplit, DataSet, FileSplit, cifar, fashion_sample, hold_out, open_data, suggest_model
+from cnmm.data import (
+    ArraySplit,
+    DataSet,
+    FileSplit,
+    Workers,
+    cifar,
+    fashion_sample,
+    hold_out,
+    num_workers,
+    open_data,
+    suggest_model,
+)
 from cnmm.data.images import decode_image, in_threads
 from cnmm.data.splits import channel_statistics
 
@@ -69,6 +80,7 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     [
         "import sys, cnmm, cnmm.cli; assert 'cnmm.data' not in sys.modules",
         "import sys; sys.modules['torch'] = None; from cnmm.data import open_data; open_data('fashion', size=(9, 9))",
+        "import sys, cnmm.data.workers; assert not {'torch', 'rich', 'tyro', 'matplotlib'} & set(sys.modules)",
     ],
 )
 def test_imports_stay_light(code):
@@ -150,7 +162,7 @@ def test_hold_out_refuses_what_leaves_nothing(num):
 
 @pytest.mark.parametrize(
     ("size", "model"),
-    [((28, 28), "cnmm_b4s3_c32"), ((48, 99), "cnmm_b4s3_c32"), ((49, 49), "cnmm_b5s4"), ((224, 224), "cnmm_b5s4")],
+    [((28, 28), "cnmm_b4s3"), ((48, 99), "cnmm_b4s3"), ((49, 49), "cnmm_b5s4"), ((224, 224), "cnmm_b5s4")],
 )
 def test_the_suggested_model_takes_the_images(size, model):
     split = ArraySplit(np.zeros((1, *size, 3), np.uint8), np.zeros(1, np.int64))
@@ -835,6 +847,89 @@ def test_a_bad_image_on_disk_is_named_at_the_latest_when_it_is_read(tmp_path):
     assert f"{bad}: cannot be read as an image (image file is truncated" in refused(test.read, np.array([0, 1]))
     bad.write_bytes(b"no image")
     assert str(bad) in refused(open_data, f"folder:{tmp_path}", size=(8, 8), memory_limit=0)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Thirty images on disk."""
+    return open_data(f"folder:{make_folder(tmp_path, train={'a': 20, 'b': 10})}", size=(8, 8), memory_limit=0).train
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_workers_read_what_the_split_reads(files, num):
+    batches = [np.random.default_rng(size).integers(0, 30, size) for size in (5, 0, 1, 30, 7, 7, 7, 7, 7, 7, 7, 7)]
+    with Workers(num) as workers:
+        for _ in range(2):  # they serve more than one reader
+            for images, indices in zip(workers.read(files, batches), batches, strict=True):
+                assert images.dtype == np.uint8
+                assert np.array_equal(images, files.read(indices))
+        assert len(workers.processes) == num
+    assert workers.processes == []
+
+
+def test_workers_leave_images_in_memory_alone():
+    split = ArraySplit(np.zeros((4, 2, 2, 1), np.uint8), np.arange(4))
+    with Workers(2) as workers:
+        (images,) = workers.read(split, [np.arange(3)])
+        assert images.shape == (3, 2, 2, 1)
+        assert workers.processes == []
+
+
+def test_workers_read_ahead_and_forget_what_nobody_wants(files):
+    asked = []
+
+    def batches():
+        for number in range(100):
+            asked.append(number)
+            yield np.array([number % 30])
+
+    with Workers(2) as workers:
+        reader = workers.read(files, batches())
+        next(reader)
+        assert asked == [0, 1, 2, 3, 4]
+        reader.close()
+        (images,) = workers.read(files, [np.array([7])])
+        assert np.array_equal(images, files.read(np.array([7])))
+
+
+def test_workers_name_bad_images_as_the_split_does(files):
+    for index in (17, 4):
+        damage(files.paths[index])
+    with Workers(2) as workers:
+        reader = workers.read(files, [np.array([0, 1]), np.array([2, 17, 4]), np.array([3])])
+        assert len(next(reader)) == 2
+        text = refused(next, reader)
+        assert text == refused(files.read, np.array([2, 17, 4]))
+        assert text.startswith(f"{files.paths[17]}: cannot be read as an image")
+        assert len(next(workers.read(files, [np.array([3])]))) == 1  # the workers live on
+
+
+def test_a_worker_that_is_gone_is_an_error(files):
+    with Workers(1) as workers:
+        reader = workers.read(files, [np.array([0])] * 9)
+        next(reader)
+        workers.processes[0].process.kill()
+        with pytest.raises(ChildProcessError, match="was killed by signal 9; if memory was short, use fewer"):
+            list(reader)
+
+
+def test_a_worker_ends_with_its_input(files):
+    with Workers(1) as workers:
+        next(workers.read(files, [np.array([0])]))
+        (worker,) = workers.processes
+        worker.requests.close()
+        assert worker.process.wait(20) == 0
+
+
+def test_the_number_of_workers_suits_the_machine(files, monkeypatch):
+    memory = ArraySplit(np.zeros((1, 2, 2, 1), np.uint8), np.zeros(1, np.int64))
+    for cores, processes, expected in ((1, 1, 1), (2, 1, 1), (8, 1, 7), (8, 2, 3), (8, 8, 1), (128, 1, 16)):
+        monkeypatch.setattr("cnmm.data.workers._num_cores", lambda cores=cores: cores)
+        assert num_workers(None, files, processes) == expected
+        assert num_workers(None, memory, processes) == 0
+    assert (num_workers(0, files), num_workers(40, files), num_workers(0, memory)) == (0, 40, 0)
+    with pytest.warns(UserWarning, match="workers=2 has no effect"):
+        assert num_workers(2, memory) == 0
 
 
 def test_a_class_without_a_good_image_is_refused(tmp_path):

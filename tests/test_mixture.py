@@ -18,6 +18,7 @@ from tests.reference import enumerate_networks, run_network
 SIZES = {
     "cnmm_tiny": (11, 14),
     "cnmm_seg_tiny": (37, 32),
+    "cnmm_b4s3": (17, 16),
     "cnmm_b4s3_c32": (8, 8),
     "cnmm_b6s3": (9, 8),
     "cnmm_b12s3": (8, 8),
@@ -35,7 +36,7 @@ GATES = {
     "hard, per image": ("hard", 1),
 }
 QUICK = ["cnmm_tiny", "cnmm_seg_tiny", "cnmm_b4s3_c32"]
-LARGE = ["cnmm_b6s3", "cnmm_b12s3", "cnmm_b5s4", "cnmm_seg_b5s5"]
+LARGE = ["cnmm_b4s3", "cnmm_b6s3", "cnmm_b12s3", "cnmm_b5s4", "cnmm_seg_b5s5"]
 
 
 def scrambled(name, *, seed=0, training=True, **options):

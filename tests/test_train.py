@@ -1,20 +1,27 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import cnmm
-from cnmm import checkpoint
+from cnmm import checkpoint, distributed
+from cnmm.chain import Chain
+from cnmm.cli import main
 from cnmm.config import TrainConfig
-from cnmm.data import ArraySplit, DataSet, fashion_sample
+from cnmm.data import ArraySplit, DataSet, fashion_sample, open_data
 from cnmm.evaluate import evaluate_exits, quality_of, reestimated
 from cnmm.recipes import list_recipes, recipe
 from cnmm.train import (
@@ -93,6 +100,8 @@ def test_recipes_of_the_paper_are_the_papers():
         ({"ladder_start": 1.5}, "ladder_start=1.5: a number from 0 to 1"),
         ({"gates": "soft"}, "gates='soft': allowed are expectation, relaxed, hard"),
         ({"val": -1}, "val=-1"),
+        ({"workers": -1}, "workers=-1: zero, a whole number, or None"),
+        ({"workers": 1.5}, "workers=1.5: zero"),
         ({"learning_rate": 1}, "unknown training option 'learning_rate'"),
     ],
 )
@@ -499,3 +508,321 @@ def test_the_flags_are_the_fields_of_the_config():
 
     fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe"}
     assert {field.name for field in dataclasses.fields(Fields)} == fields
+
+
+# Devices. There is no GPU here; tensors on the device "meta" have none of their values, only a device and a shape.
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of two devices; only a copy may cross."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
+        devices = {tensor.device.type for tensor in tensors}
+        assert len(devices) < 2 or "copy" in function.__name__, (function, [tensor.shape for tensor in tensors])
+        if function is torch.ops.aten.batch_norm_update_stats.default and "meta" in devices:
+            return torch.empty_like(args[1]), torch.empty_like(args[2])  # torch has no meta kernel
+        return function(*args, **(kwargs or {}))
+
+
+def elsewhere(model, monkeypatch):
+    """The model on another device. Its gates have no values there: cutting goes by those it has now."""
+    here = model.chain.detach()
+    monkeypatch.setattr(Chain, "detach", lambda chain: here)
+    return model.to("meta")
+
+
+def test_one_device_is_able_to_fail():
+    with OneDevice():
+        torch.ones(2, device="meta") + torch.ones(2, device="meta")
+        with pytest.raises(AssertionError):
+            torch.ones(2, device="meta")[torch.arange(1)]
+        with pytest.raises(AssertionError):
+            torch.ones(2, device="meta") + torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("gates", "group", "dtype"),
+    [
+        ("expectation", None, torch.float32),
+        ("relaxed", 1, torch.float32),
+        ("relaxed", 3, torch.bfloat16),
+        ("hard", 4, torch.float32),
+    ],
+)
+def test_a_step_stays_on_the_models_device(monkeypatch, gates, group, dtype):
+    """Everything that a pass, its ladder point and its backward make is where the model is."""
+    model = elsewhere(new_model().train(), monkeypatch)
+    config = small_config(gates=gates, group=group, ladder_start=0.0)
+    x, labels = torch.empty(6, 1, 28, 28, device="meta", dtype=dtype), torch.zeros(6, device="meta", dtype=torch.long)
+    for step in range(2):
+        with OneDevice():
+            loss = training_loss(model, x, labels, config, part=0.5, at=(0, step))
+            loss.backward()
+        assert loss.device.type == "meta"
+    assert {parameter.grad.device.type for parameter in model.parameters() if parameter.grad is not None} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["cnmm_tiny", "cnmm_seg_tiny"])
+def test_points_and_samples_stay_on_the_models_device(monkeypatch, name):
+    model = cnmm.create_model(name)
+    order = cnmm.cutting_order(model)
+    model = elsewhere(model.train(), monkeypatch)
+    x = torch.empty(4, model.config.in_chans, *model.config.input_size, device="meta")
+    with OneDevice():
+        for point in (None, order[3], order[-1]):
+            sum(score.sum() for score in model.forward_exits(x, point).values()).backward()
+            assert model.eval().monte_carlo(x, 2, point).device.type == "meta"
+            model.train()
+        assert {buffer.device.type for buffer in reestimated(model, [x, x], order[3]).buffers()} == {"meta"}
+
+
+def test_images_and_optimizer_follow_the_device():
+    data, config = small_data(), small_config()
+    images = Images(data, config, device="meta")
+    ((x, labels),) = images.batches(data.test, np.arange(4))
+    _, trained, targets = next(images.training_batches(data.train, np.arange(100), 0))
+    moments = next(images.statistics_batches(data.train, np.arange(100)))
+    assert {tensor.device.type for tensor in (x, labels, trained, targets, moments)} == {"meta"}
+    assert {tensor.device.type for tensor in Average(new_model().to("meta"), 0.5).tensors.values()} == {"meta"}
+
+
+def test_samples_of_the_gates_depend_on_the_seed_alone():
+    """Also on another device, they are drawn on the CPU."""
+    chain = new_model().chain
+    moved = Chain(chain.dag, chain.logits.to("meta"))
+    for draw in ("sample", "rsample"):
+        generators = [seeded(0, "gates"), seeded(0, "gates")]
+        here, there = (getattr(c, draw)((3,), generator=g) for c, g in zip((chain, moved), generators, strict=True))
+        assert (here.device.type, there.device.type) == ("cpu", "meta")
+        assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert distributed.pick_device("auto") == distributed.pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"device='cuda': torch .* finds no GPU here; allowed are auto and cpu"):
+        train(new_model(), small_data(), small_config(device="cuda"), None)
+    with pytest.raises(ValueError, match="device='tpu': allowed are auto, cpu, cuda"):
+        distributed.pick_device("tpu")
+    with pytest.raises(ValueError, match="device='tpu': allowed are auto, cpu, cuda"):
+        small_config(device="tpu")
+
+
+def test_the_command_line_refuses_it_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cnmm.save(new_model(), tmp_path / "run")
+    for verb in (["train", "--data", "fashion", "--out", str(tmp_path / "new")], ["evaluate", str(tmp_path / "run")]):
+        assert main([*verb, "--device", "cuda"]) == 2
+        words = capsys.readouterr().err
+        assert words.startswith("cnmm: device='cuda': torch")
+        assert words.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_process_takes_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert distributed.pick_device("auto") == torch.device("cuda", 0)
+    assert distributed.pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert distributed.pick_device("cuda") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="there are 2 GPUs for 3 processes; use --nproc-per-node 2, or --device cpu"):
+        distributed.pick_device("auto")
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_auto_takes_bfloat16_where_the_gpu_has_it(monkeypatch, has):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has or including_emulation)
+    assert use_bfloat16("auto", torch.device("cuda")) == has
+    assert use_bfloat16("bfloat16", "cuda")
+    assert not use_bfloat16("float32", "cuda")
+
+
+def test_a_run_goes_on_with_another_device_and_other_workers(tmp_path):
+    model, config = new_model(), small_config(device="cpu", workers=0)
+    checkpoint.start_run(tmp_path, model, resume=False, train=config.to_dict())
+    other = dataclasses.replace(config, device="cuda", workers=3)
+    checkpoint.start_run(tmp_path, model, resume=True, train=other.to_dict())
+    recorded = checkpoint.read_config(tmp_path)["train"]
+    assert TrainConfig(**recorded) == dataclasses.replace(config, device="auto", workers=None)
+
+
+# Folders that do not fit into memory
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """60 training and 12 test images of noise, PNG and JPEG, that stay on disk."""
+    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for split, num in (("train", 20), ("test", 4)):
+        for label, name in enumerate(("ant", "bee", "cat")):
+            parent = root / split / name
+            parent.mkdir(parents=True)
+            for number in range(num):
+                pixels = rng.integers(60 * label, 60 * label + 100, (24 + number % 3, 30, 3), np.uint8)
+                Image.fromarray(pixels).save(parent / f"{number:03}.{'png' if number % 2 else 'jpg'}")
+    return root
+
+
+def streamed(root):
+    return open_data(f"folder:{root}", size=(16, 16), memory_limit=0)
+
+
+def colour_model(seed=0):
+    return new_model(seed, in_chans=3, num_classes=3, input_size=(16, 16))
+
+
+def stream_config(**options):
+    return small_config(**{"batch_size": 8, "val": 9, **options})
+
+
+def test_workers_do_not_change_a_bit(tmp_path, photos):
+    runs = [
+        train(colour_model(), streamed(photos), stream_config(workers=num), folder(tmp_path / str(num)))
+        for num in (0, 1, 2)
+    ]
+    assert same(weights(runs[0]), weights(runs[1]))
+    assert same(weights(runs[0]), weights(runs[2]))
+    whole = open_data(f"folder:{photos}", size=(16, 16))
+    whole = dataclasses.replace(whole, mean=streamed(photos).mean, std=streamed(photos).std)
+    assert isinstance(whole.train, ArraySplit)
+    assert same(weights(runs[0]), weights(train(colour_model(), whole, stream_config(), folder(tmp_path / "memory"))))
+
+
+@pytest.mark.parametrize("after", [2, 6, 8])
+def test_a_stopped_run_goes_on_with_workers(tmp_path, photos, after):
+    """In an epoch (6 steps), at its end, and with another number of workers than before."""
+    data = streamed(photos)
+    whole = train(colour_model(), data, stream_config(workers=0), folder(tmp_path / "whole"))
+    count = []
+    with pytest.raises(Stopped):
+        train(
+            colour_model(),
+            data,
+            stream_config(workers=2),
+            folder(tmp_path / "parts"),
+            on_step=count.append,
+            should_stop=lambda: len(count) == after,
+        )
+    assert running_workers(os.getpid()) == []
+    resumed = train(colour_model(seed=99), data, stream_config(workers=1), tmp_path / "parts", resume=True)
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_bad_image_stops_the_training_alike_with_workers(tmp_path, photos):
+    shutil.copytree(photos, tmp_path / "photos")
+    data = streamed(tmp_path / "photos")
+    bad = tmp_path / "photos" / "train" / "bee" / "003.png"
+    bad.write_bytes(bad.read_bytes()[:200])
+    messages = []
+    for num in (0, 2):
+        with pytest.raises(ValueError, match="cannot be read as an image") as problem:
+            train(colour_model(), data, stream_config(workers=num, val=0), folder(tmp_path / str(num)))
+        messages.append(str(problem.value))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"{bad}: cannot be read as an image (image file is truncated")
+    assert running_workers(os.getpid()) == []
+
+
+def test_workers_for_images_in_memory_have_no_effect(tmp_path):
+    with pytest.warns(UserWarning, match="workers=2 has no effect: these images are in memory"):
+        train(new_model(), small_data(), small_config(epochs=1, workers=2), tmp_path)
+
+
+def running_workers(parent):
+    """Process numbers of the workers that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            words = (stat.parent / "cmdline").read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == parent and b"cnmm.data.workers" in words:
+            found.append(int(stat.parent.name))
+    return found
+
+
+STREAMED = """
+import functools, sys
+import cnmm.cli, cnmm.data
+cnmm.data.open_data = functools.partial(cnmm.data.open_data, memory_limit=0)
+sys.exit(cnmm.cli.main(sys.argv[1:]))
+"""
+
+
+def streamed_command(photos, out, *args):
+    """`cnmm train` in a process of its own, on images that stay on disk."""
+    flags = ["--model", "cnmm_tiny", "--batch-size", "8", "--val", "9", "--lr", "0.05", "--workers", "2"]
+    return [sys.executable, "-c", STREAMED, "train", "--data", f"folder:{photos}", "--out", str(out), *flags, *args]
+
+
+def test_kill_and_resume_with_workers_give_the_same_weights_bit_by_bit(tmp_path, photos):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    epochs = ["--epochs", "6"]
+
+    def run(name, *args):
+        command = streamed_command(photos, tmp_path / name, *epochs, *args)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    run("whole")
+    part = subprocess.Popen(
+        streamed_command(photos, tmp_path / "part", *epochs), env=environment, stderr=subprocess.DEVNULL
+    )
+    wait_for(tmp_path / "part" / "log.jsonl")
+    workers = running_workers(part.pid)
+    time.sleep(0.1)  # somewhere in a later epoch
+    part.send_signal(signal.SIGKILL)
+    part.wait()
+    assert len(workers) == 2
+    assert not (tmp_path / "part" / "model.safetensors").exists()
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    run("part", "--resume")
+    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "part"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_interrupting_leaves_no_worker_behind(tmp_path, photos):
+    """Ctrl-C goes to the whole process group, as a terminal sends it; the workers wait for their process's word."""
+    process = subprocess.Popen(
+        streamed_command(photos, tmp_path / "run", "--epochs", "500"),
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    wait_for(tmp_path / "run" / "log.jsonl")
+    workers = running_workers(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, words = process.communicate(timeout=120)
+    assert (process.returncode, len(workers)) == (130, 2)
+    assert "--resume" in words
+    assert "Traceback" not in words
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+def test_a_killed_worker_is_one_line(tmp_path, photos):
+    process = subprocess.Popen(
+        streamed_command(photos, tmp_path / "run", "--epochs", "500"), stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tmp_path / "run" / "log.jsonl")
+    os.kill(running_workers(process.pid)[0], signal.SIGKILL)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 2
+    (line,) = (line for line in words.splitlines() if line.startswith("cnmm: worker"))
+    assert "which decodes images, was killed by signal 9" in line
+    assert "Traceback" not in words
+
+
+def wait_for(path):
+    wait_until(path.exists)
+
+
+def wait_until(true):
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -7,6 +7,7 @@ from cnmm.data.fashion import FASHION_CLASSES, fashion_sample
 from cnmm.data.images import FileSplit
 from cnmm.data.opening import MEMORY_LIMIT, open_data, suggest_model
 from cnmm.data.splits import ArraySplit, DataSet, Split, hold_out
+from cnmm.data.workers import Workers, num_workers
 
 __all__ = [
     "FASHION_CLASSES",
@@ -15,8 +16,10 @@ __all__ = [
     "DataSet",
     "FileSplit",
     "Split",
+    "Workers",
     "fashion_sample",
     "hold_out",
+    "num_workers",
     "open_data",
     "suggest_model",
 ]

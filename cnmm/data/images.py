@@ -44,6 +44,7 @@ _SUFFIXES = {
 }
 IMAGE_SUFFIXES = frozenset(" ".join(_SUFFIXES.values()).split())
 _CHUNK = 16
+_FIX = "replace it, remove it, or leave such files out with skip_bad=True"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +68,17 @@ class FileSplit:
         return images
 
 
-def decode_image(path: Path, size: tuple[int, int]) -> Images:
-    """One file as RGB, scaled and cropped to `size`: [H, W, 3]."""
-    with _opened(path) as image:
+def decode_image(path: Path, size: tuple[int, int], *, fix: str = _FIX) -> Images:
+    """One file as RGB, scaled and cropped to `size`: [H, W, 3]. `fix`: what to do about a file that cannot be read."""
+    with _opened(path, fix) as image:
         # A JPEG is decoded at a fraction of its size, where that leaves twice the pixels needed; others are not.
         image.draft(None, (2 * max(size), 2 * max(size)))
-        return np.asarray(_fit(_to_rgb(ImageOps.exif_transpose(image)), size))
+        return fit_image(image, size)
+
+
+def fit_image(image: Image.Image, size: tuple[int, int]) -> Images:
+    """An image of Pillow's, as `decode_image` treats a file: turned, as RGB, scaled and cropped."""
+    return np.asarray(_fit(_to_rgb(ImageOps.exif_transpose(image)), size))
 
 
 def shorter_side(path: Path) -> int:
@@ -131,17 +137,14 @@ def _succeeds(work: Callable[[int], object], index: int, skip_bad: bool) -> bool
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
+def _opened(path: Path, fix: str = _FIX) -> Iterator[Image.Image]:
     """The image with its header read; whatever goes wrong inside becomes one line that names the file."""
     try:
         with Image.open(path, formats=_formats()) as image:
             _refuse_bomb(image)
             yield image
     except Exception as error:  # a damaged file makes Pillow raise nearly anything: OSError, SyntaxError, struct.error
-        raise ValueError(
-            f"{path}: cannot be read as an image ({_reason(error)}); "
-            "replace it, remove it, or leave such files out with skip_bad=True"
-        ) from None
+        raise ValueError(f"{path}: cannot be read as an image ({_reason(error)}); {fix}") from None
 
 
 @cache

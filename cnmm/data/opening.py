@@ -44,7 +44,7 @@ def suggest_model(dataset: DataSet) -> tuple[str, tuple[int, int], str]:
     """A model of the zoo for the images of a data set, the input size, and one sentence that says why."""
     pixels = f"{dataset.size[0]}x{dataset.size[1]}"
     if min(dataset.size) <= SMALL_SIDE:
-        return "cnmm_b4s3_c32", dataset.size, f"It looks at small images, here of {pixels}, at full resolution."
+        return "cnmm_b4s3", dataset.size, f"It is for small images, here of {pixels}, and learns fast on a CPU."
     return "cnmm_b5s4", dataset.size, f"Its stem makes large images, here of {pixels}, four times smaller first."
 
 

@@ -1,0 +1,200 @@
+"""Early exit against fixed points, the overhead of stages, deadlines, and budgets in milliseconds: on a trained run.
+
+    python benchmarks/cascade.py RUN [--data cifar10:DIR] [--runtime onnx|openvino] [--threads 2]
+
+The run needs its frontier (`cnmm frontier RUN`). Thresholds and points were chosen on held-out images; every accuracy
+here is on test images. Macs are counted from the stages that ran. Run it on a quiet machine. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import cnmm
+from cnmm.export import onnx_bytes
+from cnmm.ladder import Stage
+from cnmm.latency import machine, percentile
+from cnmm.prune import named_point
+from cnmm.runs import Run, ladder_of_run
+from cnmm.runtime import open_runtime
+from cnmm.slim import slim
+
+SHARES = (20, 30, 40, 50, 60, 70, 80)
+
+
+def p_value(better: int, worse: int) -> float:
+    """Exact one-sided paired test (McNemar): so many more images right by chance, where the two disagree?"""
+    total = better + worse
+    if total > 1000:
+        return 0.5 * math.erfc((better - worse - 1) / math.sqrt(2 * total))
+    return sum(math.comb(total, k) for k in range(better, total + 1)) / 2**total if total else 1.0
+
+
+def in_batches(predict: Callable[[np.ndarray], Any], images: np.ndarray, size: int = 500) -> tuple[np.ndarray, float]:
+    """Predicted classes of all images, and the average macs."""
+    found, macs = [], 0.0
+    for start in range(0, len(images), size):
+        answer = predict(images[start : start + size])
+        found.append(answer.probabilities.argmax(1))
+        macs += answer.macs * len(answer.exits)
+    return np.concatenate(found), macs / len(images)
+
+
+def early_exit(session: cnmm.Session, run: Run, images: np.ndarray, labels: np.ndarray) -> list[dict[str, float]]:
+    """At the same average macs: the cascade against the best fixed point, image by image."""
+    full = run.frontier.full_macs
+    rows = []
+    print("\nasked   spent   asked/spent  early exit %   best fixed point      %    p (paired)")
+    for share in SHARES:
+        budget = full * share / 100
+        try:
+            found, spent = in_batches(lambda x, budget=budget: session.predict(x, average_macs=budget), images)
+            point = session.choose(spent)
+        except ValueError as error:
+            print(f"{share:4d} %  {error}")
+            continue
+        fixed, _ = in_batches(lambda x, point=point: session.predict(x, point=point.point), images)
+        ours, theirs = found == labels, fixed == labels
+        p = p_value(int((ours & ~theirs).sum()), int((theirs & ~ours).sum()))
+        rows.append({"share": share, "spent": spent / budget, "accuracy": ours.mean(), "fixed": theirs.mean(), "p": p})
+        words = f"{100 * ours.mean():10.2f}   {point.point:>8} {point.macs / full:5.1%} {100 * theirs.mean():8.2f}"
+        print(f"{share:4d} %  {100 * spent / full:5.1f} %  {spent / budget:8.3f}  {words}   {p:.1e}")
+    return [{key: float(value) for key, value in row.items()} for row in rows]
+
+
+def median_ms(call: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def batch_ratio(session: cnmm.Session, run: Run, images: np.ndarray, repeats: int = 15) -> tuple[float, float]:
+    """Time of batches of 64 at 40 % average macs over that of the full network, and the macs that they spent."""
+    full = f"e{run.model.config.exit_numbers[-1]}c0"
+    best = full if full in {point.point for point in session.points} else session.points[-1].point
+    starts = range(0, min(64 * repeats, len(images) - 63), 64)
+    batches = [images[start : start + 64] for start in starts]
+    early, whole, spent = [], [], []
+    for batch in batches:
+        early.append(median_ms(lambda batch=batch: session.predict(batch, average_macs="40%"), 3))
+        whole.append(median_ms(lambda batch=batch: session.predict(batch, point=best), 3))
+        spent.append(session.predict(batch, average_macs="40%").macs)
+    macs = next(point.macs for point in session.points if point.point == best)
+    ratio, part = statistics.mean(early) / statistics.mean(whole), statistics.mean(spent) / macs
+    print(f"\nbatch of 64 at 40 % average macs: {ratio:.3f} of the time of {best}, {part:.3f} of its macs")
+    return ratio, part
+
+
+def stage_overhead(session: cnmm.Session, run: Run, image: np.ndarray, folder: Path, rounds: int = 40) -> float:
+    """The stages of the cascade one after the other, over the same edges as one network: one image."""
+    assert run.frontier.cascade is not None
+    point = named_point(run.model, run.frontier.cascade.point)
+    data = onnx_bytes(slim(run.settled(point), point), run.preprocessing)
+    path = folder / "whole.onnx"
+    path.write_bytes(data)
+    runtime = open_runtime(session.runtime, threads=session.threads, precision="float32", image_shape=image.shape[1:])
+    chain = runtime.chain([Stage(path=path, sha256=hashlib.sha256(data).hexdigest(), exit=point.exit, macs=0)])
+    staged, whole = [], []
+    for _ in range(rounds):
+        staged.append(sum(statistics.median(times) for times in session.time_stages(image, repeats=10)))
+        whole.append(median_ms(lambda: list(chain.walk(image)), 10))
+    ratio = statistics.median(staged) / statistics.median(whole)
+    print(f"stages at batch 1: {statistics.median(staged):.3f} ms against {statistics.median(whole):.3f} ms whole")
+    return ratio
+
+
+def deadlines(session: cnmm.Session, image: np.ndarray, num: int = 1000) -> tuple[float, bool]:
+    """Share of random deadlines that are kept, within a millisecond; and whether too short a one is refused."""
+    p95 = session.stage_p95_ms
+    rng = np.random.default_rng(0)
+    kept, exits = 0, []
+    for deadline in rng.uniform(p95[0], sum(p95), num):
+        start = time.perf_counter()
+        answer = session.predict(image, deadline_ms=float(deadline))
+        kept += 1e3 * (time.perf_counter() - start) <= deadline + 1
+        exits.append(int(answer.exits[0]))
+    try:
+        session.predict(image, deadline_ms=0.3 * p95[0])
+        refused = False
+    except ValueError as error:
+        refused = True
+        print(f"\ndeadline of {0.3 * p95[0]:.3f} ms: {error}")
+    print(f"deadlines of {p95[0]:.2f} to {sum(p95):.2f} ms: {kept / num:.1%} of {num} kept within 1 ms")
+    print(f"exits: {dict(zip(*np.unique(exits, return_counts=True), strict=True))}")
+    return kept / num, refused
+
+
+def millisecond_budgets(run_folder: Path, image: np.ndarray, arguments: argparse.Namespace) -> list[float]:
+    """p95 of 1,000 calls of the point that a budget in ms chooses, over the budget."""
+    if not (run_folder / "latency.json").is_file():
+        print("\nno latency.json: `cnmm bench RUN` measures it; budgets in ms are left out")
+        return []
+    ratios = []
+    with cnmm.Session(run_folder, runtime=arguments.runtime, threads=arguments.threads) as session:
+        times = sorted(session.choose("1000ms") and session._p95_ms.values())
+        for budget in (times[len(times) // 4], times[len(times) // 2], times[-1]):
+            point = session.choose(f"{1.0001 * budget}ms").point
+            for _ in range(50):
+                session.predict(image, point=point)
+            calls = [session.predict(image, point=point).time_ms for _ in range(1000)]
+            ratios.append(percentile(calls, 95) / budget)
+            print(f"budget {budget:.3f} ms: {point}, p95 of 1,000 calls {percentile(calls, 95):.3f} ms")
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data")
+    parser.add_argument("--runtime", default="onnx")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--images", type=int, default=10000, help="test images at most")
+    arguments = parser.parse_args()
+    run = Run(arguments.run, data=arguments.data)
+    test = run.data.test
+    if test is None or run.frontier.cascade is None:
+        sys.exit("test images and a measured cascade are needed: cnmm frontier RUN --data ...")
+    indices = np.arange(len(test))[: arguments.images]
+    images, labels = test.read(indices), test.labels[indices]
+    print(f"{machine()}, {run.model.config.name}, {arguments.runtime}, {arguments.threads} threads")
+    print(f"cascade {run.frontier.cascade.point}, {len(images):,} test images")
+    with tempfile.TemporaryDirectory() as name:
+        ladder_of_run(arguments.run, Path(name) / "ladder")
+        with cnmm.Session(Path(name) / "ladder", runtime=arguments.runtime, threads=arguments.threads) as session:
+            rows = early_exit(session, run, images, labels)
+            ratio, part = batch_ratio(session, run, images)
+            overhead = stage_overhead(session, run, images[:1], Path(name))
+            kept, refused = deadlines(session, images[:1])
+    budgets = millisecond_budgets(arguments.run, images[:1], arguments)
+    answer = {
+        "rows": rows,
+        "largest_deviation": max((abs(row["spent"] - 1) for row in rows), default=None),
+        "batch64_time": ratio,
+        "batch64_macs": part,
+        "stage_overhead": overhead,
+        "deadlines_kept": kept,
+        "short_deadline_refused": refused,
+        "p95_over_budget": budgets,
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
