@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from cnmm.blocks import Statistics
+from cnmm.cascade import SHARES, measure_cascade
 from cnmm.checkpoint import read_tensors, to_bytes, write_atomically
 from cnmm.cost import CostTable
-from cnmm.evaluate import Quality, quality_of
+from cnmm.evaluate import Quality, quality_of, reestimated
 from cnmm.frontier import RAW, RE_ESTIMATED, Frontier, FrontierPoint
 from cnmm.lattice import Edge, OperatingPoint
 from cnmm.mixture import Mixture, Parts
@@ -92,6 +93,7 @@ def measure(
     rule: Rules = "flow",
     num_points: int | None = None,
     raw: bool = True,
+    cascade: bool = True,
     split: str = "validation",
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Frontier:
@@ -102,7 +104,7 @@ def measure(
     envelope points get their raw accuracy too, and with `test` their accuracy on test images.
 
     All points are measured if they have enough in common; a large mixture, or `num_points`, makes it a search from
-    coarse to fine. `points`: exactly these are measured.
+    coarse to fine. `points`: exactly these are measured. A `cascade` is measured as well, if there are several exits.
     """
     _check(model, validation=validation, statistics=statistics, test=test)
     run = _Run(model, validation, statistics, split, on_progress)
@@ -113,7 +115,9 @@ def measure(
         run.add(points, later=0)
     else:
         run.search(curves, NUM_POINTS if num_points is None else num_points)
-    return run.finish(raw=raw, test=test)
+    frontier = run.finish(raw=raw, test=test)
+    several = len(model.config.exit_numbers) > 1 and model.config.mixing == "gates"
+    return run.add_cascade(frontier) if cascade and several else frontier
 
 
 def with_statistics(model: Mixture, buffers: Mapping[str, Tensor]) -> Mixture:
@@ -259,7 +263,7 @@ class _Run:
         split: str,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self.validation, self.statistics, self.split = validation, statistics, split
+        self.model, self.validation, self.statistics, self.split = model, validation, statistics, split
         self.engine, self.meter = _Engine(model), _Meter(on_progress)
         self.points: dict[str, OperatingPoint] = {}
         self.found: dict[str, FrontierPoint] = {}
@@ -302,6 +306,27 @@ class _Run:
                 tested = dataclasses.replace(self.found[name], test_accuracy=quality.accuracy, test_n=quality.n)
                 self.found[name] = tested
         return self._frontier({} if only_raw else {point.name: engine.buffers(point) for point in best})
+
+    def add_cascade(self, frontier: Frontier) -> Frontier:
+        """The frontier with its cascade, whose statistics are re-estimated like those of the points."""
+        macs = round(sum(SHARES) * frontier.full_macs)
+        batches = [self.statistics, self.validation]
+        self.meter.begin(len(self.points), macs, batches)
+        num = sum(len(each) for each in batches if each is not None)
+        cascade, settled = measure_cascade(
+            self.model,
+            self.validation,
+            self._settled,
+            split=self.split,
+            on_progress=lambda _, total: self.meter.tick(num / total),
+        )
+        buffers = {} if self.statistics is None else {cascade.point: dict(settled.named_buffers())}
+        return dataclasses.replace(frontier, cascade=cascade, buffers={**frontier.buffers, **buffers})
+
+    def _settled(self, point: OperatingPoint) -> Mixture:
+        if self.statistics is None:
+            return with_statistics(self.model, {})
+        return reestimated(self.model, self.statistics, point)
 
     def _frontier(self, buffers: Mapping[str, Mapping[str, Tensor]] | None = None) -> Frontier:
         costs = self.engine.costs

@@ -126,8 +126,6 @@ def measure_run(
     run: Run, bar: MeasuringBar, *, rule: str, num_images: int | None, num_points: int | None, test: bool
 ) -> Frontier:
     """The frontier of a run on the images that it held out, and its cascade."""
-    from cnmm.cascade import measure_cascade
-    from cnmm.evaluate import reestimated
     from cnmm.measure import Reread, measure
     from cnmm.train import EVALUATION_BATCH, STATISTICS_IMAGES
 
@@ -136,7 +134,7 @@ def measure_run(
     training, images = run.data.train, run.images
     num_batches = -(-min(STATISTICS_IMAGES, len(kept)) // EVALUATION_BATCH)
     statistics = Reread(lambda: images.statistics_batches(training, kept), num_batches)
-    frontier = measure(
+    return measure(
         run.model,
         batches(run, part, chosen),
         statistics=statistics,
@@ -146,18 +144,6 @@ def measure_run(
         split=split,
         on_progress=bar.update,
     )
-    if len(run.model.config.exit_numbers) < 2 or run.model.config.mixing == "sum":
-        return frontier
-    bar.words("measuring cascades")
-    cascade, settled = measure_cascade(
-        run.model,
-        batches(run, part, chosen),
-        lambda point: reestimated(run.model, statistics, point),
-        split=split,
-        on_progress=bar.count,
-    )
-    buffers = {**frontier.buffers, cascade.point: dict(settled.named_buffers())}
-    return dataclasses.replace(frontier, cascade=cascade, buffers=buffers)
 
 
 def measured_images(run: Run, num: int | None, test: bool) -> tuple[str, Split, np.ndarray]:
@@ -240,7 +226,8 @@ class MeasuringBar:
         from rich.progress import BarColumn, Progress, TextColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("reading", words="", total=None)
 
     def __enter__(self) -> MeasuringBar:
@@ -254,9 +241,3 @@ class MeasuringBar:
         left = f"{int(progress.left_s) // 60}:{int(progress.left_s) % 60:02d} left"
         words = f"{progress.num_points} points"
         self.bar.update(self.task, description=words, total=1.0, completed=progress.done, words=left)
-
-    def words(self, words: str) -> None:
-        self.bar.update(self.task, description=words, total=None, words="")
-
-    def count(self, done: int, total: int) -> None:
-        self.bar.update(self.task, total=total, completed=done)
