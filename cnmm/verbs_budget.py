@@ -57,7 +57,9 @@ class MeasureFrontier:
         if self.plot is not None:
             check_suffix(self.plot)
         from cnmm.runs import Run
+        from cnmm.train import keep_freed_memory
 
+        keep_freed_memory()
         with MeasuringBar() as bar:
             frontier = measure_run(
                 Run(self.run, data=self.data),
