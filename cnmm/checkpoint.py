@@ -186,6 +186,8 @@ def load_plan(folder: str | Path) -> Plan:
 def load_config(folder: str | Path) -> MixtureConfig:
     """The model's config in a run folder."""
     data = read_config(folder)
+    if "slim" in data:
+        raise ValueError(f"{folder}: a slim network, no run folder; cnmm.load_slim reads it")
     try:
         return MixtureConfig.from_dict(data["model"])
     except (TypeError, ValueError) as error:

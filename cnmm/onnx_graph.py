@@ -76,12 +76,10 @@ class _Writer:
         for step in steps:
             self._write(step)
         self._node("Softmax", [f"logits{exit}"], PROBABILITIES, axis=1)
-        outputs = [helper.make_tensor_value_info(PROBABILITIES, TensorProto.FLOAT, None)]
-        outputs[0] = helper.make_tensor_value_info(
-            PROBABILITIES, TensorProto.FLOAT, ["N", *self._shape(f"logits{exit}")]
-        )
-        for name in carried:
-            outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", *self._shape(name)]))
+        shapes = {PROBABILITIES: self._shape(f"logits{exit}"), **{name: self._shape(name) for name in carried}}
+        outputs = [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", *shape]) for name, shape in shapes.items()
+        ]
         constants = [_constant(name, value) for name, value in self.constants.items()]
         model = helper.make_model(
             helper.make_graph(self.nodes, self.graph.point.name, inputs, outputs, constants),

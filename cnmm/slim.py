@@ -6,7 +6,6 @@ One 1x1 convolution per map: the last BN of every edge and the mixing weights ar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -337,11 +336,3 @@ def _mixed(mix: blocks.Mix, index: list[int], weights: list[Tensor]) -> tuple[Te
         matrices.append(mix.weight[slice(*mix._span(k))].double() * scale * weight)
         bias = bias + shift * weight
     return torch.cat(matrices), bias
-
-
-def is_slim(folder: str | Path) -> bool:
-    """Does this folder hold a slim network?"""
-    try:
-        return "slim" in json.loads((Path(folder) / CONFIG_FILE).read_text("utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
