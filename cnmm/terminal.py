@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, Self
 
 from tyro.conf import arg
 
@@ -33,6 +34,38 @@ class Verb(Protocol):
 
     def show(self, answer: dict[str, Any]) -> None:
         """Prints the answer for people."""
+
+
+class Bar:
+    """One line of progress on stderr, on terminals only; it leaves nothing behind."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[more]}"))
+        console = Console(stderr=True)
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.task = self.bar.add_task("", more="", total=1.0)
+        self.start = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, what: str, done: float, left_s: float | None = None, more: str = "") -> None:
+        """`done` is a share, from 0 to 1; without `left_s` the time left follows from it."""
+        if left_s is None and done > 0:
+            left_s = (time.monotonic() - self.start) * (1 - done) / done
+        left = "" if left_s is None else f"{int(left_s) // 60}:{int(left_s) % 60:02d} left"
+        self.bar.update(self.task, description=what, completed=done, more=f"{more}  {left}".strip())
+
+    def say(self, line: str) -> None:
+        """One line above the bar, which stays."""
+        self.bar.console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ()) -> None:

@@ -17,7 +17,7 @@ import cnmm
 from cnmm.checkpoint import is_run, load, start_run, write_atomically
 from cnmm.config import Device, ExitWeights, Gates, Precision, TrainConfig
 from cnmm.recipes import recipe
-from cnmm.terminal import NO_HINT, Common, print_table, say
+from cnmm.terminal import NO_HINT, Bar, Common, print_table, say
 from cnmm.zoo import require_torch
 
 if TYPE_CHECKING:
@@ -334,37 +334,20 @@ def stopping() -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-class TrainingBar:
+class TrainingBar(Bar):
     """Progress on stderr: a bar with images per second and time left, and one line per epoch."""
 
     def __init__(self, config: TrainConfig, *, shown: bool = True) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
-        self.task = self.bar.add_task("", words="", total=None)
-        self.config = config
-
-    def __enter__(self) -> TrainingBar:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        super().__init__()
+        self.config, self.shown = config, shown
 
     def step(self, progress: Progress) -> None:
-        left = f"{int(progress.left_s) // 60}:{int(progress.left_s) % 60:02d}"
-        self.bar.update(
-            self.task,
-            description=f"epoch {progress.epoch + 1}/{self.config.epochs}",
-            total=progress.steps,
-            completed=progress.step,
-            words=f"loss {progress.loss:.3f}  {progress.images_per_s:.0f} images/s  {left} left",
-        )
+        if self.shown:
+            what = f"epoch {progress.epoch + 1}/{self.config.epochs}"
+            more = f"loss {progress.loss:.3f}  {progress.images_per_s:.0f} images/s"
+            self.show(what, progress.step / progress.steps, progress.left_s, more)
 
     def epoch(self, result: EpochResult) -> None:
         exits = " ".join(f"{100 * value:.1f}" for value in result.accuracy.values())
         words = f"loss {result.loss:.3f}  validation % by exit: {exits}  gate entropy {result.entropy:.2f} bits"
-        line = f"epoch {result.epoch}/{self.config.epochs}  {words}"
-        self.bar.console.print(line, highlight=False, soft_wrap=True)
+        self.say(f"epoch {result.epoch}/{self.config.epochs}  {words}")

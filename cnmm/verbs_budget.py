@@ -17,7 +17,7 @@ from cnmm.checkpoint import write_atomically
 from cnmm.draw import check_suffix, require_matplotlib, save_picture
 from cnmm.frontier import FRONTIER_FILE, LADDER_FILE, Frontier, FrontierPoint, find_frontier
 from cnmm.plot import plot_frontier
-from cnmm.terminal import NO_HINT, Common, print_table, say
+from cnmm.terminal import NO_HINT, Bar, Common, print_table, say
 from cnmm.zoo import require_torch
 
 if TYPE_CHECKING:
@@ -220,26 +220,8 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}"
 
 
-class MeasuringBar:
+class MeasuringBar(Bar):
     """Progress on stderr, with the time left."""
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-        console = Console(stderr=True)
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.task = self.bar.add_task("reading", words="", total=None)
-
-    def __enter__(self) -> MeasuringBar:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
     def update(self, progress: Progress) -> None:
-        left = f"{int(progress.left_s) // 60}:{int(progress.left_s) % 60:02d} left"
-        words = f"{progress.num_points} points"
-        self.bar.update(self.task, description=words, total=1.0, completed=progress.done, words=left)
+        self.show(f"{progress.num_points} points", progress.done, progress.left_s)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from cnmm.terminal import NO_HINT, Common, print_table, say
+from cnmm.terminal import NO_HINT, Bar, Common, print_table, say
 from cnmm.zoo import require_torch
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class Export:
 
         images = run.training(CALIBRATION_IMAGES) if self.precision == "int8" else None
         validation = run.held_out() if self.precision == "int8" else None
-        with counting("exporting") as progress:
+        with Bar() as bar:
             export_ladder(
                 run.model,
                 run.frontier,
@@ -123,7 +122,7 @@ class Export:
                 precision=self.precision,
                 calibration=images,
                 validation=None if validation is None else lambda: batched(*validation),
-                on_progress=progress,
+                on_progress=lambda done, total: bar.show("exporting", done / total, more=f"{done} of {total}"),
             )
         ladder = read_ladder(self.out)
         points = [
@@ -198,16 +197,3 @@ def cells(row: dict[str, Any], *names: str) -> tuple[str, ...]:
 def batched(images: Any, labels: Any, size: int = 100) -> Iterator[tuple[Any, Any]]:
     for start in range(0, len(labels), size):
         yield images[start : start + size], labels[start : start + size]
-
-
-@contextmanager
-def counting(words: str) -> Iterator[Any]:
-    """A bar on stderr that a function of (done, total) moves."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(words), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(words, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

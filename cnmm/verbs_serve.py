@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +14,7 @@ from cnmm.budget import parse_budget
 from cnmm.cost import short_count
 from cnmm.ladder import Ladder, read_ladder
 from cnmm.latency import RUNTIMES, Measurement, RuntimeName, Timing
-from cnmm.terminal import NO_HINT, Common, print_table, say
+from cnmm.terminal import NO_HINT, Bar, Common, print_table, say
 
 if TYPE_CHECKING:
     from cnmm.runtime import Images
@@ -138,11 +137,11 @@ class Bench:
         from cnmm.session import Session, ladder_folder
 
         measurements = []
-        with ladder_folder(self.source) as folder, progress_bar() as bar:
+        with ladder_folder(self.source) as folder, Bar() as bar:
             for name in self.runtimes():
-                bar.update(name, 0, 1)
+                bar.show(name, 0)
                 with Session(folder, runtime=name, threads=self.threads, precision=self.precision) as session:
-                    measurements.append(measure(session, batch=self.batch, seconds=self.seconds, progress=bar.update))
+                    measurements.append(measure(session, batch=self.batch, seconds=self.seconds, progress=bar.show))
         for measurement in measurements:
             latency.store(self.source, measurement)
         fastest = min(measurements, key=lambda entry: entry.total_ms)
@@ -169,7 +168,7 @@ class Bench:
         say(f"{place}, {answer['precision']}, batch {answer['batch']}; stored in {self.source / latency.LATENCY_FILE}")
 
 
-def measure(session: Session, *, batch: int, seconds: float, progress: Any) -> Measurement:
+def measure(session: Session, *, batch: int, seconds: float, progress: Callable[[str, float], None]) -> Measurement:
     """Times every point of a session, as its callers see it, and the stages of its cascade at batch 1.
 
     All points take their turns, several times: the 95th percentile is that of the slowest turn but one, so that a
@@ -179,7 +178,7 @@ def measure(session: Session, *, batch: int, seconds: float, progress: Any) -> M
     found: dict[str, list[tuple[float, float, int]]] = {point.point: [] for point in session.points}
     for number in range(ROUNDS * len(session.points)):
         point = session.points[number % len(session.points)]
-        progress(f"{session.runtime} {point.point}", number, ROUNDS * len(session.points))
+        progress(f"{session.runtime} {point.point}", number / (ROUNDS * len(session.points)))
 
         def call(name: str = point.point) -> object:
             return session.predict(images, point=name)
@@ -235,22 +234,3 @@ def check_runtime(name: str) -> None:
     if latency.runtime_version(name) is None:
         fix = 'pip install "cnmm[openvino]"' if name == "openvino" else "pip install onnxruntime"
         raise ValueError(f"--runtime {name}: it is not installed; install it with: {fix}")
-
-
-class _Bar:
-    def __init__(self, bar: Any) -> None:
-        self._bar, self._task = bar, bar.add_task("", total=None)
-
-    def update(self, words: str, done: int, total: int) -> None:
-        self._bar.update(self._task, description=words, completed=done, total=total)
-
-
-@contextmanager
-def progress_bar() -> Iterator[_Bar]:
-    """A bar on stderr that leaves nothing behind."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield _Bar(bar)
