@@ -3,9 +3,11 @@
     python benchmarks/train_throughput.py                  # cnmm_b6s3, batch 64, two threads
     python benchmarks/train_throughput.py --model cnmm_b4s3_c32 --batch 128
 
-Run it on a quiet machine. A step is forward with relaxed gates, the losses of all exits, backward and SGD. The variants
-take turns in one process; figures are medians, and ratios are what counts. Peak memory comes from one new process per
-variant, less what the process had before its first step. The last line is JSON with the ratios.
+Run it on a quiet machine. A step is forward with relaxed gates, the losses of all exits, backward and SGD. Every
+variant has a process of its own, and they take turns; figures are medians, and ratios are what counts. Ours runs as
+`cnmm train` does, which asks the C library to keep freed memory; "kept" literal variants do that too, the others are
+plain torch. Peak memory is that of the process less what it had before its first step. The last line is JSON with the
+ratios.
 """
 
 from __future__ import annotations
@@ -27,10 +29,17 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
-from cnmm.train import use_bfloat16
+from cnmm.train import keep_freed_memory, use_bfloat16
 from tests.matching import reference_of
 
-VARIANTS = ("ours float32", "ours bfloat16", "literal float32", "literal autocast")
+VARIANTS = (
+    "ours float32",
+    "ours bfloat16",
+    "literal float32",
+    "literal autocast",
+    "literal float32, kept",
+    "literal autocast, kept",
+)
 
 
 def make_step(variant: str, name: str, batch: int) -> Callable[[], None]:
@@ -50,7 +59,7 @@ def make_step(variant: str, name: str, batch: int) -> Callable[[], None]:
         if ours:
             return model.forward_exits(images, gates="relaxed")
         gates = dict(zip(model.lattice.edges, chain.rsample().unbind(-1), strict=True))
-        with torch.autocast("cpu", torch.bfloat16, enabled=variant == "literal autocast"):
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in variant):
             return network(x, gates)
 
     def step() -> None:
@@ -61,19 +70,40 @@ def make_step(variant: str, name: str, batch: int) -> Callable[[], None]:
     return step
 
 
-def peak_memory_mb(variant: str, arguments: argparse.Namespace) -> float:
-    """Peak memory of three steps above what was there before them, in a new process."""
-    options = ["--model", arguments.model, "--batch", str(arguments.batch), "--threads", str(arguments.threads)]
-    command = [sys.executable, __file__, *options, "--memory-of", variant]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+class Turns:
+    """A process that does a step of one variant whenever it is told to."""
+
+    def __init__(self, variant: str, arguments: argparse.Namespace) -> None:
+        options = ["--model", arguments.model, "--batch", str(arguments.batch), "--threads", str(arguments.threads)]
+        command = [sys.executable, __file__, *options, "--turns-of", variant]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.times: list[float] = []
+        self.memory_mb = 0.0
+
+    def step(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        seconds, self.memory_mb = map(float, self.process.stdout.readline().split())
+        self.times.append(seconds)
+
+    def end(self) -> None:
+        self.process.communicate()
 
 
-def print_memory(variant: str, name: str, batch: int) -> None:
+def take_turns(variant: str, name: str, batch: int) -> None:
+    """The other side of `Turns`: one line in, one step, one line out with its time and the peak memory so far."""
+    if "literal" not in variant or "kept" in variant:
+        keep_freed_memory()
     step = make_step(variant, name, batch)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(3):
+    for _ in sys.stdin:
+        start = time.perf_counter()
         step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(seconds, (peak - before) / 1024, flush=True)
 
 
 def gemm_peak(dtype: torch.dtype) -> float:
@@ -93,24 +123,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--memory-of", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--turns-of", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.memory_of:
-        print_memory(arguments.memory_of, arguments.model, arguments.batch)
+    if arguments.turns_of:
+        take_turns(arguments.turns_of, arguments.model, arguments.batch)
         return
 
-    memory = {variant: peak_memory_mb(variant, arguments) for variant in VARIANTS}
-    steps = {variant: make_step(variant, arguments.model, arguments.batch) for variant in VARIANTS}
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for round in range(arguments.rounds + 1):
-        for variant, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if round:  # the first is for warming up
-                times[variant].append(time.perf_counter() - start)
-        print(f"round {round} of {arguments.rounds}", file=sys.stderr)
-    median = {variant: statistics.median(values) for variant, values in times.items()}
+    turns = {variant: Turns(variant, arguments) for variant in VARIANTS}
+    for round in range(arguments.rounds + 2):
+        for each in turns.values():
+            each.step()
+        print(f"round {round} of {arguments.rounds + 1}", file=sys.stderr)
+    for each in turns.values():
+        each.end()
+    median = {variant: statistics.median(each.times[2:]) for variant, each in turns.items()}  # two for warming up
+    memory = {variant: each.memory_mb for variant, each in turns.items()}
     macs = 3 * cnmm.CostTable.of(cnmm.model_plan(arguments.model).config).exit().macs * arguments.batch
     peak = {"float32": gemm_peak(torch.float32), "bfloat16": gemm_peak(torch.bfloat16)}
 
@@ -119,12 +147,12 @@ def main() -> None:
     print(
         f"{platform.machine()}, {has_bfloat16} bfloat16 instructions, medians of {arguments.rounds} alternating steps"
     )
-    print(f"{'':18}{'step s':>8}{'images/s':>10}{'of GEMM peak':>14}{'memory MB':>11}")
+    print(f"{'':24}{'step s':>8}{'images/s':>10}{'of GEMM peak':>14}{'memory MB':>11}")
     for variant in VARIANTS:
         precision = "float32" if "float32" in variant else "bfloat16"
         fraction = macs / median[variant] / peak[precision]
         speed = arguments.batch / median[variant]
-        print(f"{variant:18}{median[variant]:8.3f}{speed:10.0f}{fraction:14.2f}{memory[variant]:11.0f}")
+        print(f"{variant:24}{median[variant]:8.3f}{speed:10.0f}{fraction:14.2f}{memory[variant]:11.0f}")
     best = min(("ours float32", "ours bfloat16"), key=lambda variant: median[variant])
     print(
         json.dumps(
@@ -133,6 +161,9 @@ def main() -> None:
                 "bfloat16_vs_literal_float32": median["literal float32"] / median["ours bfloat16"],
                 "bfloat16_vs_literal_autocast": median["literal autocast"] / median["ours bfloat16"],
                 "float32_vs_literal_float32": median["literal float32"] / median["ours float32"],
+                "bfloat16_vs_literal_float32_kept": median["literal float32, kept"] / median["ours bfloat16"],
+                "bfloat16_vs_literal_autocast_kept": median["literal autocast, kept"] / median["ours bfloat16"],
+                "float32_vs_literal_float32_kept": median["literal float32, kept"] / median["ours float32"],
                 "memory_vs_literal": memory["ours float32"] / memory["literal float32"],
                 "peak_fraction": macs / median[best] / peak[best.split()[1]],
                 "bfloat16_instructions": use_bfloat16("auto"),

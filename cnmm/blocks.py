@@ -4,6 +4,8 @@ An edge is BN-ReLU-Conv1x1-BN on the shared tensor of its source map. Everything
 mixing of the edges into a map. Hence a map is ONE 1x1 convolution over its concatenated inputs `U` (`Mix`), and its
 matrix has the last batch normalisation and the mixing weights folded in. In training, the statistics of that
 normalisation follow from mean and covariance of `U`: mean = W mu, var = diag(W Cov W^T). This is exact.
+The first normalisation is never written to memory either: edges of one kind share its moments (`Read`), and each edge
+has one scale and shift for moments and affine together.
 
 Shapes: N images, M pixels of all images, G groups of images that share one draw of the gates, E edges into a map,
 K channels of one edge's input, D = sum of K over the edges, C channels of the map. Suffixes name them: `u_MD`.
@@ -12,22 +14,23 @@ Parameters, statistics and the small algebra keep the parameters' type; activati
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_weight
 
 from cnmm import distributed
 from cnmm.cost import CLASSIFIER_CHANNELS
 
 EPS = 1e-5
 MOMENTUM = 0.1
-_GRAM_COLUMNS = 64  # a product with fewer columns leaves the processor idle, with more it computes what nobody reads
-_CHUNK_ROWS = 1024  # bfloat16 products are summed in float32 over chunks of so many rows
+_LARGE = 1 << 20  # numbers in a tensor from which on a convolution is worth its preparation
 
 
 def uniform_(tensor: Tensor, fan_in: int) -> nn.Parameter:
@@ -51,6 +54,14 @@ def images(x_MC: Tensor, shape: Sequence[int]) -> Tensor:
     return x_MC.view(num, height, width, -1).permute(0, 3, 1, 2)
 
 
+class Read(NamedTuple):
+    """What edges read: a tensor, and the moments of the batch normalisation that they all begin with."""
+
+    z: Tensor
+    moments_2K: Tensor
+    """Mean and 1 / deviation of every channel: of the batch when training, else the running ones."""
+
+
 class Statistics(nn.Module):
     """Running mean and variance of one batch normalisation."""
 
@@ -63,15 +74,21 @@ class Statistics(nn.Module):
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
 
-    def normalise(
-        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, update: bool = True
-    ) -> Tensor:
+    def read(self, x: Tensor, *, update: bool = True) -> Read:
+        """[N, C, h, w] with its moments: those of the batch when training (which updates these), else these."""
+        if not self.training:
+            return Read(x, torch.stack([self.mean, (self.var + EPS).rsqrt()]))
+        moments_2C, batch_mean, batch_var = _batch_moments(x)
+        if update:
+            self.update(batch_mean, batch_var, x.numel() // x.shape[1])
+        return Read(x, moments_2C)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, *, update: bool = True) -> Tensor:
         """Batch normalisation of [N, C, h, w]: by the batch when training (which updates these), else by these."""
-        if self.training and (weight is None or distributed.world_size() > 1):
-            y, batch_mean, batch_var = _normalise(x)
-            if update:
-                self.update(batch_mean, batch_var, x.numel() // x.shape[1])
-            return y if weight is None or bias is None else y * _per_channel(weight, y) + _per_channel(bias, y)
+        if self.training and distributed.world_size() > 1:
+            _, (mean, rstd) = self.read(x, update=update)
+            scale = weight * rstd
+            return x * _per_channel(scale, x) + _per_channel(bias - mean * scale, x)
         mean, var = (self.mean, self.var) if update or not self.training else (None, None)
         return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, EPS)
 
@@ -91,30 +108,28 @@ class Statistics(nn.Module):
             self.var[index] = self.var[index].lerp(var, self.momentum)
 
 
-class _Normalise(torch.autograd.Function):
-    """Batch normalisation without scale and shift. torch's own backward is eight times slower on few channels."""
+class _BatchMoments(torch.autograd.Function):
+    """Mean and 1 / deviation of every channel, [2, C]; and, without gradients, mean and variance."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = _moments(x)
-        scale = (var + EPS).rsqrt()
-        y = images(_scale_shift(rows(x), scale, -mean * scale), x.shape)
-        ctx.save_for_backward(y, scale)
+        moments_2C = torch.stack([mean, (var + EPS).rsqrt()])
+        ctx.save_for_backward(x, moments_2C)
         ctx.mark_non_differentiable(mean, var)
-        return y, mean, var
+        return moments_2C, mean, var
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
-        y, scale = ctx.saved_tensors
-        y_MC, grad_MC = rows(y), rows(grad)
-        sums = distributed.total([_column_sums(grad_MC), _column_sums(grad_MC * y_MC)])
-        shift, slope = (-scale * part / (grad_MC.shape[0] * distributed.world_size()) for part in sums)
-        grad_x = _scale_shift(y_MC, slope, shift).addcmul_(grad_MC, scale.to(y.dtype))
-        return images(grad_x, y.shape)
+    def backward(ctx: Any, grad_2C: Tensor, *_: Tensor) -> Tensor:
+        x, (mean, rstd) = ctx.saved_tensors
+        (grad_2C,) = distributed.total([grad_2C])
+        grad_mean, grad_rstd = grad_2C / (x.numel() // x.shape[1] * distributed.world_size())
+        slope = -grad_rstd * rstd**3
+        return images(_scale_shift(rows(x), slope, grad_mean - slope * mean, x.shape), x.shape)
 
 
-_normalise = cast(Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], _Normalise.apply)
+_batch_moments = cast(Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], _BatchMoments.apply)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,8 +197,8 @@ class Mix(nn.Module):
         self.out_affine = Affine(len(widths), channels)
         self.statistics = Statistics(len(widths), channels)
 
-    def forward(self, inputs: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor, *, update: bool = True) -> Tensor:
-        """`inputs[k]` is the input of edge `index[k]`, and `mix_GE[:, k]` its weight in each group of images."""
+    def forward(self, inputs: Sequence[Read], index: Sequence[int], mix_GE: Tensor, *, update: bool = True) -> Tensor:
+        """`inputs[k]` is what edge `index[k]` reads, and `mix_GE[:, k]` its weight in each group of images."""
         widths = [self.widths[k] for k in index]
         affine, outer, stats = self.affine, self.out_affine, self.statistics
         small: list[Tensor | None] = [affine.weight, affine.bias, affine.slope]
@@ -196,10 +211,11 @@ class Mix(nn.Module):
             picks = [columns] * 4 + [edges] * 2
             small = [part if part is None else part[pick] for part, pick in zip(small, picks, strict=True)]
             running = [part[edges] for part in running]
-        h_MC, mean, var = _mix(widths, None if self.training else running, *small, mix_GE, *inputs)
+        moments, tensors = [read.moments_2K for read in inputs], [read.z for read in inputs]
+        h_MC, mean, var = _mix(widths, None if self.training else running, *small, mix_GE, *moments, *tensors)
         if self.training and update:
             stats.update(mean, var, h_MC.shape[0], edges)
-        return images(h_MC, inputs[0].shape)
+        return images(h_MC, tensors[0].shape)
 
     def _span(self, edge: int) -> tuple[int, int]:
         start = sum(self.widths[:edge])
@@ -207,7 +223,10 @@ class Mix(nn.Module):
 
 
 class _MixFunction(torch.autograd.Function):
-    """`Mix` with a backward by hand: big products on [M, D] here, autograd through the small algebra of `_fold`."""
+    """`Mix` with a backward by hand: big products on [M, D] here, the small algebra in `_Fold`.
+
+    Columns of U come in runs of edges of equal width: those that read maps as they are, then those that pool them.
+    """
 
     @staticmethod
     def forward(
@@ -221,79 +240,208 @@ class _MixFunction(torch.autograd.Function):
         out_gamma_EC: Tensor,
         out_beta_EC: Tensor,
         mix_GE: Tensor,
-        *inputs: Tensor,
+        *read: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x_MD = torch.cat([rows(x) for x in inputs], 1) if len(inputs) > 1 else rows(inputs[0])
-        u_MD = activate(_scale_shift(x_MD, gamma_D, beta_D), slope_D)
-        groups = mix_GE.shape[0]
+        moments, inputs = read[: len(widths)], read[len(widths) :]
+        shape, runs = inputs[0].shape, _runs(widths)
+        moments_2D = torch.cat(moments, 1)
+        scale_D = gamma_D * moments_2D[1]
+        shift_D = beta_D - scale_D * moments_2D[0]
+        xs = [_beside([rows(x) for x in inputs[run.edges]]) for run in runs]
+        us = [
+            activate(_scale_shift(x, scale_D[run.columns], shift_D[run.columns], shape), _columns(slope_D, run))
+            for x, run in zip(xs, runs, strict=True)
+        ]
+        groups, num_rows = mix_GE.shape[0], us[0].shape[0]
         # One matrix per group of images, unless scaling a group's rows touches less memory than its matrix.
-        scaled = groups > 1 and u_MD.shape[0] // groups < weight_DC.shape[1]
-        owner_D = torch.repeat_interleave(torch.tensor(widths, device=x_MD.device), output_size=sum(widths))
+        scaled = groups > 1 and num_rows // groups < weight_DC.shape[1]
 
-        leaves = [weight_DC, out_gamma_EC, out_beta_EC, mix_GE]
+        fold = _Fold(runs, weight_DC, out_gamma_EC, out_beta_EC, mix_GE, scaled=scaled)
         if running is None:
-            count = u_MD.shape[0] * distributed.world_size()
-            leaves += [part / count for part in distributed.total([_column_sums(u_MD), *_grams(u_MD, widths)])]
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        with torch.enable_grad():
-            mean_EC, var_EC = running or _output_moments(widths, leaves[0], leaves[4], leaves[5:])
-            matrix_GDC, bias_GC = _fold(owner_D, mean_EC, var_EC, *leaves[:4], scaled=scaled)
-        small = matrix_GDC.detach().to(u_MD.dtype), bias_GC.detach().to(u_MD.dtype)
-        v_MD = _scale_groups(u_MD, mix_GE[:, owner_D]) if scaled else u_MD
-        h_MC = _grouped_product(v_MD, *small)
+            count = num_rows * distributed.world_size()
+            grams = [_gram(u, run.width, shape) for u, run in zip(us, runs, strict=True)]
+            mean_D, *grams = (
+                part / count for part in distributed.total([torch.cat([_column_sums(u)[0] for u in us]), *grams])
+            )
+            fold.measure(mean_D, grams)
+        else:
+            fold.take(*running)
+        matrix_GDC, bias_GC = (part.to(us[0].dtype) for part in fold.fold())
+        h_MC: Tensor | None = None
+        for u, run in zip(us, runs, strict=True):
+            v = _scale_groups(u, fold.mix_GD[:, run.columns]) if scaled else u
+            part = _product(v, matrix_GDC[:, run.columns], bias_GC if h_MC is None else None, shape)
+            h_MC = part if h_MC is None else h_MC.add_(part)
 
-        ctx.save_for_backward(x_MD, u_MD, gamma_D, beta_D, slope_D, owner_D, small[0])
+        ctx.save_for_backward(moments_2D, gamma_D, scale_D, shift_D, slope_D, matrix_GDC, *xs, *us)
         ctx.images = [x.shape for x in inputs]
-        ctx.folded = leaves, (matrix_GDC, bias_GC)
-        ctx.edge_widths = widths
-        ctx.scaled = scaled
-        mean_EC, var_EC = mean_EC.detach(), var_EC.detach()
-        ctx.mark_non_differentiable(mean_EC, var_EC)
-        return h_MC, mean_EC, var_EC
+        ctx.fold = fold
+        ctx.mark_non_differentiable(fold.mean_EC, fold.var_EC)
+        return cast(Tensor, h_MC), fold.mean_EC, fold.var_EC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MC: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        x_MD, u_MD, gamma_D, beta_D, slope_D, owner_D, matrix_GDC = ctx.saved_tensors
-        leaves, folded = ctx.folded
-        mix_GE = leaves[3].detach()
-        groups = mix_GE.shape[0]
+        moments_2D, gamma_D, scale_D, shift_D, slope_D, matrix_GDC, *tensors = ctx.saved_tensors
+        fold, runs, shape = ctx.fold, ctx.fold.runs, ctx.images[0]
+        xs, us = tensors[: len(runs)], tensors[len(runs) :]
+        groups = fold.mix_GE.shape[0]
         grad_MC = grad_MC.contiguous()
 
-        v_MD = _scale_groups(u_MD, mix_GE[:, owner_D]) if ctx.scaled else u_MD
-        grad_matrix, grad_bias = _grouped_backward(v_MD, grad_MC, matrix_GDC.shape[0], groups)
-        small = list(torch.autograd.grad(folded, leaves, (grad_matrix, grad_bias), allow_unused=True))
-        grad_u = _grouped_product(grad_MC, matrix_GDC.transpose(1, 2), None)
-        if ctx.scaled:
-            per_group = (grad_u * u_MD).view(groups, -1, u_MD.shape[1]).sum(1, dtype=mix_GE.dtype)
-            small[3] = small[3] + torch.zeros_like(mix_GE).index_add_(1, owner_D, per_group)
-            grad_u = _scale_groups(grad_u, mix_GE[:, owner_D])
-        if len(leaves) > 4:  # by batch statistics: through the mean and the Gram matrix of U
-            count = u_MD.shape[0] * distributed.world_size()
-            grad_mean, *grad_grams = (grad / count for grad in distributed.total(small[4:]))
-            grad_u += grad_mean.to(grad_u.dtype)
-            for (start, stop, _width), grad in zip(_gram_blocks(ctx.edge_widths), grad_grams, strict=True):
-                grad_u[:, start:stop].addmm_(u_MD[:, start:stop], (grad + grad.T).to(u_MD.dtype))
+        scales = [fold.mix_GD[:, run.columns] for run in runs] if fold.scaled else []
+        vs = [_scale_groups(u, scale) for u, scale in zip(us, scales, strict=True)] if scales else us
+        grad_matrix = [_product_backward(v, grad_MC, matrix_GDC.shape[0], shape) for v in vs]
+        grad_bias = _column_sums(grad_MC, groups)
+        small, through = fold.backward(torch.cat(grad_matrix, 1), grad_bias)
+        if through:  # by batch statistics: through the mean and the Gram matrix of U
+            count = grad_MC.shape[0] * distributed.world_size()
+            grad_mean_D, *grad_grams = (grad / count for grad in distributed.total(through))
 
-        grad_slope = None
-        if slope_D is None:
-            grad_p = torch.ops.aten.threshold_backward.grad_input(grad_u, u_MD, 0, grad_input=grad_u)
-        else:
-            p_MD = _scale_shift(x_MD, gamma_D, beta_D)
-            grad_slope = _column_sums(grad_u * p_MD.clamp_max(0))
-            grad_p = torch.where(p_MD > 0, grad_u, grad_u * slope_D.to(grad_u.dtype))
-        grad_beta = _column_sums(grad_p)
-        grad_gamma = _column_sums(grad_p * x_MD)
-        parts = grad_p.mul_(gamma_D.to(grad_p.dtype)).split(ctx.edge_widths, 1)
-        grad_inputs = [images(part, shape) for part, shape in zip(parts, ctx.images, strict=True)]
-        return (None, None, grad_gamma, grad_beta, grad_slope, *small[:4], *grad_inputs)
+        grad_inputs, grad_gammas, grad_betas, grad_slopes = [], [], [], []
+        for number, (run, x, u) in enumerate(zip(runs, xs, us, strict=True)):
+            grad_u = _product(grad_MC, matrix_GDC[:, run.columns].transpose(1, 2), None, shape)
+            if scales:
+                per_group = (grad_u * u).view(groups, -1, u.shape[1]).sum(1, dtype=fold.mix_GE.dtype)
+                small[3][:, run.edges] += per_group.view(groups, -1, run.width).sum(2)
+                grad_u = _scale_groups(grad_u, scales[number])
+            if through:
+                grad_u += _edgewise(u, 2 * grad_grams[number], grad_mean_D[run.columns], shape)
+            scale, shift, slope = scale_D[run.columns], shift_D[run.columns], _columns(slope_D, run)
+            if slope is None:
+                grad_p = torch.ops.aten.threshold_backward.grad_input(grad_u, u, 0, grad_input=grad_u)
+            else:
+                p = _scale_shift(x, scale, shift, shape)
+                grad_slopes.append(_column_sums(grad_u * p.clamp_max(0))[0])
+                grad_p = torch.where(p > 0, grad_u, grad_u * slope.to(grad_u.dtype))
+            mean, rstd = moments_2D[:, run.columns]
+            affine = torch.ops.aten.native_batch_norm_backward(
+                images(grad_p, shape), images(x, shape), rstd, None, None, mean, rstd, True, EPS, [False, True, True]
+            )  # both sums in one pass
+            grad_gammas.append(affine[1])
+            grad_betas.append(affine[2])
+            parts = grad_p.mul_(scale.to(grad_p.dtype)).view(-1, run.num, run.width).unbind(1)
+            if grad_p.dtype == torch.bfloat16:  # adding up slices is slow in this type
+                parts = tuple(part.contiguous() for part in parts)
+            grad_inputs += [images(part, shape) for part, shape in zip(parts, ctx.images[run.edges], strict=True)]
+
+        grad_gamma, grad_beta = torch.cat(grad_gammas), torch.cat(grad_betas)
+        grad_slope = torch.cat(grad_slopes) if grad_slopes else None
+        grad_moments_2D = torch.stack([-grad_beta * scale_D, grad_gamma * gamma_D / moments_2D[1]])
+        grad_moments = [part for run in runs for part in grad_moments_2D[:, run.columns].view(2, run.num, -1).unbind(1)]
+        return (None, None, grad_gamma, grad_beta, grad_slope, *small, *grad_moments, *grad_inputs)
 
 
 _mix = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _MixFunction.apply)
 
 
-def _scale_shift(x_MD: Tensor, gamma_D: Tensor, beta_D: Tensor) -> Tensor:
-    return torch.addcmul(beta_D.to(x_MD.dtype), x_MD, gamma_D.to(x_MD.dtype))
+class _Run(NamedTuple):
+    """Edges of equal width side by side: which they are, and which columns of U are theirs."""
+
+    width: int
+    num: int
+    edges: slice
+    columns: slice
+
+
+def _runs(widths: Sequence[int]) -> list[_Run]:
+    runs: list[_Run] = []
+    edge = column = 0
+    for width, same in itertools.groupby(widths):
+        num = len(list(same))
+        runs.append(_Run(width, num, slice(edge, edge + num), slice(column, column + num * width)))
+        edge, column = runs[-1].edges.stop, runs[-1].columns.stop
+    return runs
+
+
+class _Fold:
+    """The small algebra of a map: the last BN and the mixing weights folded into matrices and biases.
+
+    With W and mu, Cov of an edge's input: mean = W mu, var = diag(W Cov W^T), gain = gamma / sqrt(var + eps);
+    matrix = mix gain W, bias = sum over the edges of mix (beta - gain mean). `scaled`: the mix is applied to U instead.
+    """
+
+    def __init__(
+        self, runs: list[_Run], weight_DC: Tensor, gamma_EC: Tensor, beta_EC: Tensor, mix_GE: Tensor, *, scaled: bool
+    ) -> None:
+        self.runs, self.scaled = runs, scaled
+        self.weight_DC, self.gamma_EC, self.beta_EC, self.mix_GE = weight_DC, gamma_EC, beta_EC, mix_GE
+        self.mix_GD = self._spread(mix_GE.T).T
+        self.measured: list[tuple[Tensor, Tensor, Tensor]] = []  # of each run: W, mu and Cov of the edges
+
+    def take(self, mean_EC: Tensor, var_EC: Tensor) -> None:
+        """The moments of the edges' outputs as they are."""
+        self.mean_EC, self.var_EC = mean_EC, var_EC
+        self.rstd_EC = (var_EC + EPS).rsqrt()
+        self.gain_EC = self.gamma_EC * self.rstd_EC
+        self.gain_DC = self._spread(self.gain_EC)
+        self.plain_DC = self.weight_DC * self.gain_DC
+        self.shift_EC = torch.addcmul(self.beta_EC, self.gain_EC, mean_EC, value=-1)
+
+    def measure(self, mean_D: Tensor, grams: Sequence[Tensor]) -> None:
+        """The same from the means of U and of its products, edge by edge."""
+        means, variances = [], []
+        for run, gram in zip(self.runs, grams, strict=True):
+            mean = mean_D[run.columns].view(run.num, run.width, 1)
+            weight = self.weight_DC[run.columns].view(run.num, run.width, -1)
+            covariance = torch.baddbmm(gram, mean, mean.transpose(1, 2), alpha=-1)
+            self.measured.append((weight, mean, covariance))
+            means.append((weight * mean).sum(1))
+            variances.append((torch.bmm(covariance, weight) * weight).sum(1))
+        self.take(torch.cat(means), torch.cat(variances).clamp_min(0))
+
+    def fold(self) -> tuple[Tensor, Tensor]:
+        """Matrices [G, D, C], one if `scaled`, and biases [G, C]."""
+        matrix_GDC = self.plain_DC[None] if self.scaled else self.plain_DC * self.mix_GD[:, :, None]
+        return matrix_GDC, (self.mix_GE[:, :, None] * self.shift_EC).sum(1)
+
+    def backward(self, grad_matrix: Tensor, grad_bias: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients of W, gamma, beta and mix; then those of the mean of U and (symmetric) of the products of U."""
+        grad_shift = self.mix_GE.T @ grad_bias
+        grad_mix = grad_bias @ self.shift_EC.T
+        if self.scaled:
+            (grad_plain,) = grad_matrix
+        else:
+            grad_mix += self._gather((grad_matrix * self.plain_DC).sum(2).T).T
+            grad_plain = (grad_matrix * self.mix_GD[:, :, None]).sum(0)
+        grad_weight = grad_plain * self.gain_DC
+        grad_gain = torch.addcmul(self._gather(grad_plain * self.weight_DC), grad_shift, self.mean_EC, value=-1)
+        small = [grad_weight, grad_gain * self.rstd_EC, grad_shift, grad_mix]
+        if not self.measured:
+            return small, []
+        grad_mean = -self.gain_EC * grad_shift
+        grad_var = -0.5 * grad_gain * self.gain_EC * self.rstd_EC.square() * (self.var_EC > 0)
+        means, grams = [], []
+        for run, (weight, mean, covariance) in zip(self.runs, self.measured, strict=True):
+            by_mean, by_var = grad_mean[run.edges, None], weight * grad_var[run.edges, None]
+            grams.append(torch.bmm(by_var, weight.transpose(1, 2)))
+            own = grad_weight[run.columns].view(weight.shape)
+            own += torch.baddbmm(mean * by_mean, covariance, by_var, alpha=2)
+            means.append(torch.baddbmm((weight * by_mean).sum(2, keepdim=True), grams[-1], mean, alpha=-2).flatten())
+        return small, [torch.cat(means), *grams]
+
+    def _spread(self, values_EX: Tensor) -> Tensor:
+        """[E, X] to [D, X]: every column of an edge has its value."""
+        return _beside([values_EX[run.edges].repeat_interleave(run.width, 0) for run in self.runs], 0)
+
+    def _gather(self, values_DX: Tensor) -> Tensor:
+        """[D, X] to [E, X]: sums over the columns of every edge."""
+        return _beside([values_DX[run.columns].view(run.num, run.width, -1).sum(1) for run in self.runs], 0)
+
+
+def _beside(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]
+
+
+def _columns(values_D: Tensor | None, run: _Run) -> Tensor | None:
+    return None if values_D is None else values_D[run.columns]
+
+
+def _scale_shift(x_MD: Tensor, scale_D: Tensor, shift_D: Tensor, shape: Sequence[int]) -> Tensor:
+    """x * scale + shift; for large bfloat16 tensors a convolution of every column by itself, in half the time."""
+    scale, shift = scale_D.to(x_MD.dtype), shift_D.to(x_MD.dtype)
+    if x_MD.dtype == torch.bfloat16 and x_MD.device.type == "cpu" and x_MD.numel() >= _LARGE:
+        return rows(F.conv2d(images(x_MD, shape), scale.view(-1, 1, 1, 1), shift, groups=len(scale)))
+    return torch.addcmul(shift, x_MD, scale)
 
 
 def _scale_groups(x_MD: Tensor, factor_GD: Tensor) -> Tensor:
@@ -301,24 +449,43 @@ def _scale_groups(x_MD: Tensor, factor_GD: Tensor) -> Tensor:
     return (x_MD.view(groups, -1, width) * factor_GD.to(x_MD.dtype)[:, None]).view(-1, width)
 
 
-def _grouped_product(x_MA: Tensor, matrix_GAB: Tensor, bias_GB: Tensor | None) -> Tensor:
-    """x @ matrix + bias; each group of rows has its own matrix and bias, or one matrix and its own bias."""
-    width, matrices = matrix_GAB.shape[2], matrix_GAB.shape[0]
-    if matrices == 1 and bias_GB is not None and bias_GB.shape[0] == 1:
-        return torch.addmm(bias_GB[0], x_MA, matrix_GAB[0])
+def _product(x_MA: Tensor, matrix_GAB: Tensor, bias_GB: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """x @ matrix + bias; each group of rows has its own matrix and bias, or one matrix and its own bias.
+
+    One matrix for all is a convolution: oneDNN's kernels are faster than a matrix product, and add the bias on the way.
+    """
+    matrices, width = matrix_GAB.shape[0], matrix_GAB.shape[2]
+    if matrices == 1 and (bias_GB is None or bias_GB.shape[0] == 1):
+        kernel = matrix_GAB[0].T.contiguous()[:, :, None, None]
+        return rows(F.conv2d(images(x_MA, shape), kernel, None if bias_GB is None else bias_GB[0]))
     product = torch.bmm(x_MA.view(matrices, -1, x_MA.shape[1]), matrix_GAB).view(-1, width)
     if bias_GB is not None:
         product.view(bias_GB.shape[0], -1, width).add_(bias_GB[:, None])
     return product
 
 
-def _grouped_backward(x_MA: Tensor, grad_MB: Tensor, matrices: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Gradients of the matrices and of the biases of `_grouped_product`, in float32 at least."""
-    x = x_MA.view(matrices, -1, x_MA.shape[1])
-    grad_matrix = _summed_product(x, grad_MB.view(matrices, -1, grad_MB.shape[1]))
-    if groups == 1:
-        return grad_matrix, _column_sums(grad_MB)[None]
-    return grad_matrix, grad_MB.view(groups, -1, grad_MB.shape[1]).sum(1, dtype=wide(grad_MB))
+def _product_backward(x_MA: Tensor, grad_MB: Tensor, matrices: int, shape: Sequence[int]) -> Tensor:
+    """Gradient of the matrices of `_product`, in float32 at least."""
+    if matrices > 1:
+        x, grad = (part.view(matrices, -1, part.shape[1]) for part in (x_MA, grad_MB))
+        return torch.bmm(x.transpose(1, 2), grad).to(wide(x_MA))
+    kernel = (x_MA.shape[1], grad_MB.shape[1], 1, 1)
+    found: Tensor = conv2d_weight(images(grad_MB, shape), kernel, images(x_MA, shape))  # type: ignore[no-untyped-call]
+    return found.to(wide(x_MA))[None, :, :, 0, 0]
+
+
+def _gram(u_MD: Tensor, width: int, shape: Sequence[int]) -> Tensor:
+    """The products U^T U of every edge's own columns, [E, K, K]: the weight gradient of a convolution of U with U."""
+    u = images(u_MD, shape)
+    kernel = (u_MD.shape[1], width, 1, 1)
+    gram: Tensor = conv2d_weight(u, kernel, u, groups=u_MD.shape[1] // width)  # type: ignore[no-untyped-call]
+    return gram.view(-1, width, width).to(wide(u_MD))
+
+
+def _edgewise(u_MD: Tensor, matrix_EKK: Tensor, bias_D: Tensor, shape: Sequence[int]) -> Tensor:
+    """Every edge's own columns times its own symmetric matrix, plus a bias."""
+    kernel = matrix_EKK.to(u_MD.dtype).view(u_MD.shape[1], -1, 1, 1)
+    return rows(F.conv2d(images(u_MD, shape), kernel, bias_D.to(u_MD.dtype), groups=len(matrix_EKK)))
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -326,74 +493,15 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.bfloat16 else x.dtype
 
 
-def _summed_product(a_GMA: Tensor, b_GMB: Tensor) -> Tensor:
-    """a^T b per group; bfloat16 products are rounded per chunk of rows and summed in float32."""
-    groups, count = a_GMA.shape[:2]
-    if a_GMA.dtype != torch.bfloat16 or count % _CHUNK_ROWS:
-        return torch.bmm(a_GMA.transpose(1, 2), b_GMB).to(wide(a_GMA))
-    a, b = (x.reshape(-1, _CHUNK_ROWS, x.shape[2]) for x in (a_GMA, b_GMB))
-    products = torch.bmm(a.transpose(1, 2), b)
-    return products.view(groups, -1, *products.shape[1:]).sum(1, dtype=torch.float32)
+def _column_sums(x_MD: Tensor, groups: int = 1) -> Tensor:
+    """Sums over the rows of each group, [G, D]: in two steps, which is faster than one and as exact.
 
-
-def _column_sums(x_MD: Tensor) -> Tensor:
-    """Sums over the rows: in two steps, which is faster than one and as exact; in bfloat16 as a product with ones."""
-    if x_MD.dtype == torch.bfloat16:
-        return _summed_product(x_MD.new_ones(1, x_MD.shape[0], 1), x_MD[None])[0, 0]
-    return x_MD.view(math.gcd(x_MD.shape[0], 64), -1, x_MD.shape[1]).sum(1).sum(0)
-
-
-def _gram_blocks(widths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first column, end, K): runs of edges of equal width K, cut into blocks of few columns."""
-    blocks: list[tuple[int, int, int]] = []
-    column = 0
-    for width in widths:
-        if blocks and blocks[-1][2] == width and blocks[-1][1] - blocks[-1][0] + width <= _GRAM_COLUMNS:
-            blocks[-1] = (blocks[-1][0], column + width, width)
-        else:
-            blocks.append((column, column + width, width))
-        column += width
-    return blocks
-
-
-def _grams(u_MD: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """U^T U, for each block of columns."""
-    blocks = (u_MD[:, start:stop] for start, stop, _ in _gram_blocks(widths))
-    return [_summed_product(block[None], block[None])[0] for block in blocks]
-
-
-def _output_moments(
-    widths: Sequence[int], weight_DC: Tensor, mean_D: Tensor, grams: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Mean and variance of every edge's output W u over the batch: W mu and diag(W Cov W^T)."""
-    means, variances = [], []
-    for (start, stop, width), gram in zip(_gram_blocks(widths), grams, strict=True):
-        num = (stop - start) // width
-        weight = weight_DC[start:stop].view(num, width, -1)
-        mean = mean_D[start:stop].view(num, width, 1)
-        diagonal = gram.view(num, width, num, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        covariance = diagonal - mean * mean.transpose(1, 2)
-        means.append((weight * mean).sum(1))
-        variances.append((torch.bmm(covariance, weight) * weight).sum(1))
-    return torch.cat(means), torch.cat(variances).clamp_min(0)
-
-
-def _fold(
-    owner_D: Tensor,
-    mean_EC: Tensor,
-    var_EC: Tensor,
-    weight_DC: Tensor,
-    gamma_EC: Tensor,
-    beta_EC: Tensor,
-    mix_GE: Tensor,
-    *,
-    scaled: bool,
-) -> tuple[Tensor, Tensor]:
-    """The last BN and the mixing weights folded into matrices and biases (`scaled`: the weights are applied to U)."""
-    gain_EC = gamma_EC * (var_EC + EPS).rsqrt()
-    bias_GC = (mix_GE[:, :, None] * (beta_EC - gain_EC * mean_EC)).sum(1)
-    gain_GEC = gain_EC[None] if scaled else mix_GE[:, :, None] * gain_EC
-    return weight_DC * gain_GEC[:, owner_D], bias_GC
+    In bfloat16 the first step is a product with ones.
+    """
+    parts = groups * math.gcd(x_MD.shape[0] // groups, 64)
+    x = x_MD.view(parts, -1, x_MD.shape[1])
+    sums = torch.bmm(x.new_ones(parts, 1, x.shape[1]), x) if x.dtype == torch.bfloat16 else x.sum(1)
+    return sums.view(groups, -1, x_MD.shape[1]).sum(1, dtype=wide(x_MD))
 
 
 class VectorOutput(nn.Module):
@@ -415,14 +523,13 @@ class VectorOutput(nn.Module):
         """FC-BN of the edges `index` and their mixture, [N, out_channels]."""
         stats, edges = self.statistics, torch.tensor(index, device=mix_GE.device)
         y_NEC = torch.bmm(torch.stack(list(pooled)), self.weight[edges]).transpose(0, 1)
+        mean, rstd = stats.mean[edges], (stats.var[edges] + EPS).rsqrt()
         if self.training:
-            y, mean, var = _normalise(y_NEC.flatten(1)[:, :, None, None])
+            moments, batch_mean, batch_var = _batch_moments(y_NEC.flatten(1)[:, :, None, None])
+            mean, rstd = moments.view(2, *mean.shape)
             if update:
-                stats.update(mean.view(len(index), -1), var.view(len(index), -1), len(y_NEC), edges)
-            y_NEC = y.view(y_NEC.shape)
-        else:
-            y_NEC = (y_NEC - stats.mean[edges]) * (stats.var[edges] + EPS).rsqrt()
-        y_NEC = y_NEC * self.out_affine.weight[edges] + self.out_affine.bias[edges]
+                stats.update(batch_mean.view_as(mean), batch_var.view_as(mean), len(y_NEC), edges)
+        y_NEC = torch.addcmul(self.out_affine.bias[edges], y_NEC - mean, rstd * self.out_affine.weight[edges])
         mix_NE = mix_GE.repeat_interleave(len(y_NEC) // mix_GE.shape[0], 0)
         return (y_NEC * mix_NE[:, :, None]).sum(1)
 

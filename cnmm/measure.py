@@ -558,7 +558,7 @@ class _Memo:
 
 
 def _num_bytes(parts: Parts) -> int:
-    return sum(tensor.nbytes for tensor in parts.values())
+    return sum(part.nbytes if isinstance(part, Tensor) else part.z.nbytes for part in parts.values())
 
 
 def _check(model: Mixture, **batches: Batches[object] | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -15,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cnmm import blocks
-from cnmm.chain import Chain, break_sticks, initial_logits
+from cnmm.chain import Chain, initial_logits
 from cnmm.config import Gates, MixtureConfig, check_input_size
 from cnmm.cost import classifier_sizes
 from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
 from cnmm.prune import check_classifier
 
 Part = Literal["kept", "pooled", "whole"]
-Parts = dict[Part, Tensor]
-"""What others read of a node: its shared part, normalised, at the map's own resolution ("kept") or at half of it, and
-"whole", what a classifier's output reads of the map itself. Of the output it is the logits."""
+Parts = dict[Part, Tensor | blocks.Read]
+"""What others read of a node: its shared part with its moments, at the map's own resolution ("kept") or at half of it,
+and "whole", the tensor that a classifier's output reads of the map itself. Of the output it is the logits."""
 Visit = Callable[[int, Callable[[], Parts]], Parts]
 """Stands between a pass and the nodes that it computes: called with each node and the function that computes it."""
 
@@ -44,15 +45,15 @@ class Map(nn.Module):
         self.pooled_statistics = blocks.Statistics(width // 4) if shared else None
 
     def spread(self, h: Tensor, kinds: Iterable[Part], *, largest: bool, update: bool) -> Parts:
-        """The normalised inputs of the edges that leave this map: of those that are pooled, or kept as they are."""
+        """What the edges that leave this map read: those that are pooled, or kept as they are."""
         assert self.shared is not None
         assert self.kept_statistics is not None
         assert self.pooled_statistics is not None
         z = self.shared(h, self.statistics, update=update)
         return {
-            kind: self.pooled_statistics.normalise(blocks.pool(z, largest=largest), update=update)
+            kind: self.pooled_statistics.read(blocks.pool(z, largest=largest), update=update)
             if kind == "pooled"
-            else self.kept_statistics.normalise(z, update=update)
+            else self.kept_statistics.read(z, update=update)
             for kind in sorted(kinds)
         }
 
@@ -283,14 +284,13 @@ class Mixture(nn.Module):
         What edges `also` read of the maps is computed, too, but not those edges.
         """
         lattice = self.lattice
-        taken = None if gates is None else dict(zip(lattice.edges, gates.unbind(-1), strict=True))
-        weights = self._weights(edges, taken)
-        output = _Output(self, edges, taken, x, update)
+        weights = self._weights(edges, gates)
+        output = _Output(self, edges, gates, x, update)
         readers: dict[int, list[Edge]] = {}
         for edge in edges | also:
             readers.setdefault(edge[0], []).append(edge)
         parts: dict[int, Parts] = {0: visit(0, functools.partial(self._stem, x, update))}
-        maps: dict[int, Tensor] = {}  # what the output reads of the maps since the last exit
+        maps: dict[int, Tensor | blocks.Read] = {}  # what the output reads of the maps since the last exit
         logits: dict[int, Tensor] = {}
         alive = {j for _, j in edges}
         for node in range(1, lattice.exits[exits[-1] - 1] + 1):
@@ -301,7 +301,8 @@ class Mixture(nn.Module):
                     maps[node] = parts[node][self._reads((node, lattice.output))]
             if node in lattice.exits and lattice.exits.index(node) + 1 in exits:
                 exit = lattice.exits.index(node) + 1
-                logits[exit] = visit(lattice.output, functools.partial(output.exit, exit, maps))["whole"]
+                answer = visit(lattice.output, functools.partial(output.exit, exit, maps))
+                logits[exit] = cast(Tensor, answer["whole"])
         return logits
 
     def _reads(self, edge: Edge) -> Part:
@@ -315,7 +316,7 @@ class Mixture(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last)
         stride = 1 if self.config.stem_stride == 1 else 2
         h = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
-        return {"kept": self.stem_statistics.normalise(h, update=update)}
+        return {"kept": self.stem_statistics.read(h, update=update)}
 
     def _map(
         self,
@@ -343,22 +344,60 @@ class Mixture(nn.Module):
             result["whole"] = output.read(node, h, this.statistics, update=update and not spread)
         return result
 
-    def _weights(self, edges: Iterable[Edge], taken: Mapping[Edge, Tensor] | None) -> dict[Edge, Tensor]:
-        """Mixing weights [G] of the edges: stick-breaking of the gates, or all ones in the deterministic variant."""
-        one = self.stem.new_ones(1)
-        if taken is None:
-            return dict.fromkeys(edges, one)
-        groups = next(iter(taken.values())).shape[0]
-        return {edge: one.expand(groups) * w for edge, w in break_sticks(edges, taken).items()}
+    def _weights(self, edges: Iterable[Edge], gates_GE: Tensor | None) -> dict[Edge, Tensor]:
+        """Mixing weights [G] of the edges: `break_sticks` for all maps at once; deterministic variant: all ones."""
+        edges = frozenset(edges)
+        if gates_GE is None:
+            return dict.fromkeys(edges, self.stem.new_ones(1))
+        sticks = _Sticks.of(self.lattice, edges)
+        where, base = sticks.tensors(gates_GE.device)
+        # Newest input first. What follows the base of a shorter list has no gate (the last column) and no weight.
+        gates_GJI = F.pad(gates_GE, (0, 1))[:, where].masked_fill(base, 0)
+        rest_GJI = F.pad((1 - gates_GJI).cumprod(2)[:, :, :-1], (1, 0), value=1.0)
+        weights_GJI = torch.where(base, rest_GJI, gates_GJI * rest_GJI)
+        return dict(zip(sticks.edges, weights_GJI.flatten(1)[:, sticks.places].unbind(1), strict=True))
+
+
+@dataclass(frozen=True)
+class _Sticks:
+    """Where the gates of some edges stand in a table with a row for every map, its inputs from new to old."""
+
+    edges: tuple[Edge, ...]
+    places: tuple[int, ...]
+    """Of each edge in the flattened table."""
+    rows: tuple[tuple[int, ...], ...]
+    """Which gate it is; -1 behind the last."""
+    sizes: tuple[int, ...]
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, lattice: Lattice, edges: frozenset[Edge]) -> _Sticks:
+        number = {edge: k for k, edge in enumerate(lattice.edges)}
+        lists: dict[int, list[Edge]] = {}
+        for edge in sorted(edges, reverse=True):
+            lists.setdefault(edge[1], []).append(edge)
+        width = max(map(len, lists.values()))
+        return cls(
+            edges=tuple(edge for row in lists.values() for edge in row),
+            places=tuple(r * width + k for r, row in enumerate(lists.values()) for k in range(len(row))),
+            rows=tuple((*(number[edge] for edge in row), *[-1] * (width - len(row))) for row in lists.values()),
+            sizes=tuple(map(len, lists.values())),
+        )
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows, and where the base of each is."""
+        where = torch.tensor(self.rows, device=device)
+        last = torch.tensor(self.sizes, device=device)[:, None] - 1
+        return where, torch.arange(where.shape[1], device=device) == last
 
 
 class _Output:
     """The output H_T of one pass, exit after exit: Eq. (7) with s_t = T. Every edge into it is evaluated once."""
 
     def __init__(
-        self, model: Mixture, edges: frozenset[Edge], taken: Mapping[Edge, Tensor] | None, x: Tensor, update: bool
+        self, model: Mixture, edges: frozenset[Edge], gates_GE: Tensor | None, x: Tensor, update: bool
     ) -> None:
-        self.model, self.taken, self.x, self.update = model, taken, x, update
+        self.model, self.gates_GE, self.x, self.update = model, gates_GE, x, update
         self.lattice = model.lattice
         self.sources = sorted(i for i, j in edges if j == self.lattice.output)
         self.mixed: dict[int, Tensor] = {}  # by scale: the mixture of the inputs so far, at their own resolution
@@ -368,16 +407,16 @@ class _Output:
         output = cast(blocks.VectorOutput, self.model.outputs[str(self.lattice.scale(node))])
         return output.pool(h, self._position(node), statistics, update=update)
 
-    def exit(self, exit: int, maps: dict[int, Tensor]) -> Parts:
+    def exit(self, exit: int, maps: dict[int, Tensor | blocks.Read]) -> Parts:
         """Mixes the maps in that have come since the last exit (and forgets them), then classifies."""
         model, lattice = self.model, self.lattice
         T = lattice.output
         seen = [i for i in self.sources if i <= lattice.exits[exit - 1]]
-        weights = model._weights([(i, T) for i in seen], self.taken)
-        if self.mixed and self.taken is not None:
-            left = torch.stack([1 - self.taken[i, T] for i in maps], -1).prod(-1) if maps else None
+        weights = model._weights([(i, T) for i in seen], self.gates_GE)
+        if self.mixed and self.gates_GE is not None and maps:
+            left = (1 - self.gates_GE[:, [lattice.edges.index((i, T)) for i in maps]]).prod(1)
             for scale, h in self.mixed.items():
-                self.mixed[scale] = h if left is None else h * _per_image(left, h)
+                self.mixed[scale] = h * _per_image(left, h)
         for scale in sorted({lattice.scale(i) for i in maps}):
             new = [i for i in sorted(maps) if lattice.scale(i) == scale]
             mix_GE = torch.stack([weights[i, T] for i in new], -1)

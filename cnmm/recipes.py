@@ -43,7 +43,7 @@ def quick() -> TrainConfig:
     """Learning by expectations, then ladder tuning: our best for minutes on a CPU (docs/log.md says what was tried)."""
     return TrainConfig(
         recipe="quick",
-        epochs=11,
+        epochs=14,
         batch_size=128,
         lr=0.2,
         warmup=0.1,
@@ -54,6 +54,7 @@ def quick() -> TrainConfig:
         group=None,
         ladder_start=0.5,
         clip=1.0,
+        precision="auto",
     )
 
 

@@ -177,9 +177,8 @@ class _Folder:
         self.model, self.made = model, made
         self.lattice = model.lattice
         self.edges = model.live_edges(made.point)
-        gates = None if model.config.mixing == "sum" else model.gate_logits.double().sigmoid()
-        self.taken = None if gates is None else dict(zip(self.lattice.edges, gates[:, None], strict=True))
-        self.weights = model._weights(self.edges, self.taken)
+        self.gates = None if model.config.mixing == "sum" else model.gate_logits.double().sigmoid()[None]
+        self.weights = model._weights(self.edges, self.gates)
         self.tensors: dict[str, Tensor] = {}
 
     def fold(self) -> dict[str, Tensor]:
@@ -309,7 +308,7 @@ class _Folder:
 
     def _output_weights(self, sources: list[int]) -> dict[int, Tensor]:
         T = self.lattice.output
-        return {i: w for (i, _), w in self.model._weights([(i, T) for i in sources], self.taken).items()}
+        return {i: w for (i, _), w in self.model._weights([(i, T) for i in sources], self.gates).items()}
 
     def _node(self, node: int) -> Map:
         return cast(Map, self.model.maps[str(node)])

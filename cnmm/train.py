@@ -24,12 +24,15 @@ from cnmm import checkpoint, distributed
 from cnmm.config import Gates, TrainConfig
 from cnmm.data import DataSet, Split, Workers, hold_out, num_workers
 from cnmm.evaluate import evaluate_exits, reestimated
+from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
-from cnmm.prune import cutting_order
+from cnmm.prune import Rule, cutting_order
 
 STATISTICS_IMAGES = 4000
 """Training images on which the statistics for inference are estimated."""
 EVALUATION_BATCH = 500
+LADDER_RULES: tuple[Rule, ...] = ("flow", "flow_per_mac")
+"""Whose points ladder tuning draws: by flow alone, no point lies between those that lose a whole map in one cut."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
@@ -235,17 +238,23 @@ def ladder_loss(
 ) -> Tensor:
     """Ladder tuning: the loss of one random operating point, taught by the label and by the full mixture.
 
-    A random exit, and a random cut of that exit's order as the gates are now. The pass normalises by its own batch,
-    as a point with re-estimated statistics does, and leaves the running statistics of the full mixture alone.
+    The pass normalises by its own batch, as a point with re-estimated statistics does, and leaves the full mixture's
+    running statistics alone.
     """
-    generator = seeded(config.seed, "ladder", *at)
-    exits = model.config.exit_numbers
-    order = cutting_order(model, exits[_draw(len(exits), generator)])
-    point = order[_draw(len(order), generator)]
+    point = ladder_point(model, config, at)
     score = model(x, point, update_statistics=False).float()
     hard = F.cross_entropy(score, labels, label_smoothing=config.label_smoothing)
     soft = F.kl_div(score.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
     return 0.5 * hard + 0.5 * soft
+
+
+def ladder_point(model: Mixture, config: TrainConfig, at: tuple[int, int]) -> OperatingPoint:
+    """A random exit, a random rule, and a random cut of that order as the gates are now."""
+    generator = seeded(config.seed, "ladder", *at)
+    exits = model.config.exit_numbers
+    exit, rule = exits[_draw(len(exits), generator)], LADDER_RULES[_draw(len(LADDER_RULES), generator)]
+    order = cutting_order(model, exit, rule=rule)
+    return order[_draw(len(order), generator)]
 
 
 def learning_rate(config: TrainConfig, part: float) -> float:
@@ -283,7 +292,10 @@ def _draw(below: int, generator: torch.Generator) -> int:
 
 
 class Images:
-    """Prepares uint8 images for the network: augmentation, normalisation, precision, and then its device."""
+    """Prepares uint8 images for the network: augmentation, normalisation, and its device.
+
+    Steps of the training may be in bfloat16; statistics and figures never are, for what is exported is float32.
+    """
 
     def __init__(
         self, data: DataSet, config: TrainConfig, *, device: torch.device | str = "cpu", workers: Workers | None = None
@@ -310,11 +322,11 @@ class Images:
         parts = [np.sort(kept[order[step * size : (step + 1) * size]])[places] for step in steps]
         for step, (chosen, pixels) in zip(steps, self._read(split, parts), strict=True):
             images = augment(pixels, self.config, seeded(seed, "augment", epoch, step), places)
-            yield step, self.prepare(images.permute(0, 3, 1, 2)), self._labels(split, chosen)
+            yield step, self.prepare(images.permute(0, 3, 1, 2)).to(self.dtype), self._labels(split, chosen)
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 [N, C, H, W] to normalised floats on the device."""
-        return ((images.float() - self.mean) / self.std).to(self.dtype).to(self.device)
+        return ((images.float() - self.mean) / self.std).to(self.device)
 
     def batches(self, split: Split, indices: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         """Images as they are, for evaluation."""

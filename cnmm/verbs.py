@@ -114,11 +114,13 @@ class Train:
         import torch
 
         from cnmm import distributed
-        from cnmm.train import Stopped, keep_freed_memory, train
+        from cnmm.train import Stopped, keep_freed_memory, train, use_bfloat16
 
         keep_freed_memory()
         config = recipe(self.recipe, **self.fields.given())
         distributed.start(config.device)
+        narrow = use_bfloat16(config.precision, distributed.pick_device(config.device))
+        config = dataclasses.replace(config, precision="bfloat16" if narrow else "float32")  # a run is one or the other
         resume = self.resume or distributed.restarted()
         first = distributed.rank() == 0
 

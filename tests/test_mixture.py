@@ -294,7 +294,7 @@ def float32_errors(name, group, training, seed):
 @pytest.mark.parametrize("name", list_models())
 def test_float32_is_as_exact_as_the_references(name, group, training):
     """At most 3 x the reference's own error: outputs, gates and each parameter, geometric mean of several draws."""
-    needed = {"cnmm_b12s3": 3, "cnmm_b6s3": 5}.get(name, 4)
+    needed = {"cnmm_b12s3": 3, "cnmm_b6s3": 5, "cnmm_seg_b5s5": 10}.get(name, 4)  # slopes of 4 numbers vary much
     draws = []
     for seed in range(60):
         errors = float32_errors(name, group, training, seed)
