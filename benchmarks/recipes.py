@@ -83,7 +83,7 @@ def train(run: Path, way: str, seed: int, epochs: int, arguments: argparse.Names
         options += ["--epochs", str(epochs), "--seed", str(seed), *(["--resume"] if run.exists() else [])]
         subprocess.run([*command, "train", *options], check=True, stdout=sys.stderr)
     if not (run / FRONTIER_FILE).exists():
-        subprocess.run([*command, "frontier", str(run), "--rule", "both"], check=True, stdout=sys.stderr)
+        subprocess.run([*command, "frontier", str(run)], check=True, stdout=sys.stderr)
 
 
 def main() -> None:

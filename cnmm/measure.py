@@ -33,7 +33,7 @@ from cnmm.mixture import Mixture, Parts
 from cnmm.prune import Rule, cutting_order
 
 STATISTICS_FILE = "statistics.safetensors"
-ALL_AT_ONCE = 30
+ALL_AT_ONCE = 20
 """All points are measured if that costs no more than so many passes of the full mixture; else there is a search."""
 NUM_POINTS = 96
 """Points that a search measures at most, unless told."""
@@ -90,7 +90,7 @@ def measure(
     statistics: Batches[Tensor] | None = None,
     test: Batches[tuple[Tensor, Tensor]] | None = None,
     points: Sequence[OperatingPoint] | None = None,
-    rule: Rules = "flow",
+    rule: Rules = "both",
     num_points: int | None = None,
     raw: bool = True,
     cascade: bool = True,
@@ -166,7 +166,7 @@ Curve = list[Candidate]
 """The points of one exit by one rule, cheapest first."""
 
 
-def cutting_curves(model: Mixture, rule: Rules = "flow") -> list[Curve]:
+def cutting_curves(model: Mixture, rule: Rules = "both") -> list[Curve]:
     """Every point of every exit. Where both rules keep the same edges, both curves hold the same point."""
     if rule not in get_args(Rules):
         raise ValueError(f"rule={rule!r}: allowed are {', '.join(get_args(Rules))}")

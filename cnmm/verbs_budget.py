@@ -39,7 +39,7 @@ class MeasureFrontier:
     """A run folder; the frontier is written there: frontier.json, .csv, .svg, .png, statistics.safetensors."""
     data: Annotated[str | None, arg(metavar="KIND:DIR", help_behavior_hint="(default: the run's own)")] = None
     """Where the images are."""
-    rule: Annotated[Literal["flow", "flow_per_mac", "both"], arg(help_behavior_hint="(default: flow)")] = "flow"
+    rule: Annotated[Literal["flow", "flow_per_mac", "both"], arg(help_behavior_hint="(default: both)")] = "both"
     """Which edge is cut next: of least flow, of least flow per mac that it saves, or both orders."""
     images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all that were held out)")] = None
     """Measure on this many of the held-out images."""

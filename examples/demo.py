@@ -69,7 +69,7 @@ def trace(run: Run) -> Frontier:
     """The same as `cnmm frontier demo/run --test`, and two drawings of `cnmm draw`."""
     progress("measuring operating points on 600 held-out images: every exit, many cuts, no retraining")
     with MeasuringBar() as bar:
-        frontier = measure_run(run, bar, rule="flow", num_images=None, num_points=None, test=True)
+        frontier = measure_run(run, bar, rule="both", num_images=None, num_points=None, test=True)
     write_frontier(run.folder, frontier)
     table = Table(title=f"{len(frontier.points)} operating points measured; the best for every budget")
     for column in ("point", "macs", "of full", "accuracy, held out", "accuracy, test"):

@@ -352,8 +352,8 @@ def test_the_search_finds_the_envelope(blocks):
     with torch.no_grad():
         labels = reestimated(model, statistics)(images).argmax(1)
     every = measure(model, [(images, labels)], statistics=statistics, points=all_points(model, "flow"), raw=False)
-    found = measure(model, [(images, labels)], statistics=statistics, raw=False, num_points=96)
-    coarse = first_points(cutting_curves(model), 96)
+    found = measure(model, [(images, labels)], statistics=statistics, raw=False, num_points=96, rule="flow")
+    coarse = first_points(cutting_curves(model, "flow"), 96)
     first = replace(every, points=tuple(every[point.name] for point in coarse))
     assert len(first.points) < len(found.points) < 0.85 * len(every.points)
     assert shortfall(first, every) > 0.02  # it is the search that finds it
@@ -377,7 +377,7 @@ def test_a_search_measures_no_more_than_allowed():
 
 def test_a_stretch_that_is_beaten_is_left_alone():
     model = a_mixture(blocks=3)
-    (_, other, curve) = cutting_curves(model)
+    (_, other, curve) = cutting_curves(model, "flow")
     ends = {curve[0].point.name: 0.4, curve[-1].point.name: 0.8}
     (middle,) = next_points([curve], ends, 9)
     assert middle in [each.point for each in curve[1:-1]]
@@ -391,7 +391,9 @@ def test_a_stretch_that_is_beaten_is_left_alone():
 
 def test_all_points_are_measured_if_they_have_enough_in_common(monkeypatch):
     model = a_mixture()
-    everything = {point.name for point in all_points(model, "flow")}
+    for rule in ("flow", "both"):
+        everything = {point.name for point in all_points(model, rule)}
+        assert {point.point for point in measure(model, some_batches(), rule=rule).points} == everything
     assert {point.point for point in measure(model, some_batches()).points} == everything
     monkeypatch.setattr(sys.modules["cnmm.measure"], "ALL_AT_ONCE", 1)
     monkeypatch.setattr(sys.modules["cnmm.measure"], "NUM_POINTS", 7)
