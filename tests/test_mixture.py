@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from cnmm import blocks, create_model, cutting_order, list_models, named_point, network_point
+from cnmm.chain import break_sticks
 from tests.matching import gradient_pairs, reference_of, statistics_pairs
 from tests.reference import enumerate_networks, run_network
 
@@ -333,6 +334,20 @@ def test_bfloat16_activations_stay_near_float32(name):
     assert F.cosine_similarity(*gradients, dim=0) > 0.95
     for (_, ours), (_, theirs) in zip(narrow.named_buffers(), model.named_buffers(), strict=True):
         assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize("name", ["cnmm_tiny", "cnmm_b6s3", "cnmm_seg_tiny"])
+def test_weights_of_all_maps_at_once_are_broken_sticks(name):
+    model = create_model(name)
+    gates = torch.rand(3, len(model.lattice.edges), dtype=torch.float64)
+    gates[0] = gates[0].round()  # zeros and ones, too
+    for exit in model.config.exit_numbers:
+        for point in cutting_order(model, exit)[::5]:
+            found = model._weights(point.edges, gates)
+            for g in range(3):
+                wanted = break_sticks(point.edges, dict(zip(model.lattice.edges, gates[g].tolist(), strict=True)))
+                assert found.keys() == wanted.keys()
+                assert all(abs(found[edge][g].item() - wanted[edge]) < 1e-12 for edge in wanted)
 
 
 @pytest.mark.parametrize("name", QUICK)
