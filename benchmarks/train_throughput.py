@@ -2,6 +2,7 @@
 
     python benchmarks/train_throughput.py                  # cnmm_b6s3, batch 64, two threads
     python benchmarks/train_throughput.py --model cnmm_b4s3_c32 --batch 128
+    python benchmarks/train_throughput.py --profile        # where the time of our bfloat16 step goes
 
 Run it on a quiet machine. A step is forward with relaxed gates, the losses of all exits, backward and SGD. Every
 variant has a process of its own, and they take turns; figures are medians, and ratios are what counts. Ours runs as
@@ -117,17 +118,45 @@ def gemm_peak(dtype: torch.dtype) -> float:
     return 4096 * 1024 * 1024 / statistics.median(times)
 
 
+def profile(arguments: argparse.Namespace) -> None:
+    """Time of our bfloat16 step by operation, and what of it stays with two images."""
+    keep_freed_memory()
+    median = {}
+    for batch in (2, arguments.batch):
+        step, times = make_step("ours bfloat16", arguments.model, batch), []
+        for _ in range(arguments.rounds + 2):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        median[batch] = statistics.median(times[2:])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        step()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    print(f"{arguments.model}, bfloat16, a step of {arguments.batch} images: {1000 * median[arguments.batch]:.0f} ms")
+    print(f"with 2 images, where only what does not depend on them is left: {1000 * median[2]:.0f} ms\n")
+    print(f"{'operation':44}{'ms':>8}{'calls':>8}")
+    for event in events[:20]:
+        print(f"{event.key[:42]:44}{event.self_cpu_time_total / 1000:8.1f}{event.count:8d}")
+    rest = events[20:]
+    spent = sum(event.self_cpu_time_total for event in rest) / 1000
+    print(f"{'all others':44}{spent:8.1f}{sum(event.count for event in rest):8d}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="cnmm_b6s3", choices=cnmm.list_models())
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--profile", action="store_true", help="only our bfloat16 step, by operation")
     parser.add_argument("--turns-of", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.turns_of:
         take_turns(arguments.turns_of, arguments.model, arguments.batch)
+        return
+    if arguments.profile:
+        profile(arguments)
         return
 
     turns = {variant: Turns(variant, arguments) for variant in VARIANTS}

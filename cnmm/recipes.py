@@ -52,7 +52,7 @@ def quick() -> TrainConfig:
         decay_all=False,
         gates="expectation",
         group=None,
-        ladder_start=0.5,
+        ladder_start=0.65,
         clip=1.0,
         precision="auto",
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cnmm import checkpoint, distributed
 from cnmm.config import Gates, TrainConfig
+from cnmm.cost import CostTable
 from cnmm.data import DataSet, Split, Workers, hold_out, num_workers
 from cnmm.evaluate import evaluate_exits, reestimated
 from cnmm.lattice import OperatingPoint
@@ -115,6 +116,8 @@ def train(
                     )
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
+                if tunes_ladder(model, config, done / (config.epochs * steps)):
+                    model.gate_logits.grad = None  # the ladder stands still while it is tuned
                 average_gradients(model)
                 if config.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -202,10 +205,15 @@ def training_loss(
     total = torch.zeros((), device=x.device)
     for exit, score in logits.items():
         total = total + weights[exit] * F.cross_entropy(score.float(), labels, label_smoothing=config.label_smoothing)
-    if part >= config.ladder_start and model.config.mixing == "gates":
+    if tunes_ladder(model, config, part):
         teacher = logits[max(logits)].detach().float()
         total = total + config.ladder_weight * ladder_loss(model, x, labels, teacher, config, at)
     return total
+
+
+def tunes_ladder(model: Mixture, config: TrainConfig, part: float) -> bool:
+    """Is it time for ladder tuning?"""
+    return part >= config.ladder_start and model.config.mixing == "gates"
 
 
 def draw_gates(model: Mixture, config: TrainConfig, at: tuple[int, int], num: int) -> tuple[Gates | Tensor, int | None]:
@@ -249,12 +257,20 @@ def ladder_loss(
 
 
 def ladder_point(model: Mixture, config: TrainConfig, at: tuple[int, int]) -> OperatingPoint:
-    """A random exit, a random rule, and a random cut of that order as the gates are now."""
+    """A random budget, as likely to halve as to double; its point: the cheapest exit that can spend it all, cut to it.
+
+    Cuts follow a random rule. Points that cost less than the exit before theirs are not drawn: hardly any of them is on
+    an envelope.
+    """
     generator = seeded(config.seed, "ladder", *at)
-    exits = model.config.exit_numbers
-    exit, rule = exits[_draw(len(exits), generator)], LADDER_RULES[_draw(len(LADDER_RULES), generator)]
+    rule = LADDER_RULES[_draw(len(LADDER_RULES), generator)]
+    costs, exits = CostTable.of(model.config), model.config.exit_numbers
+    full = [costs.exit(exit).macs for exit in exits]
+    least = full[0] if len(full) > 1 else costs.point(cutting_order(model, exits[0], rule=rule)[-1]).macs
+    budget = least * (full[-1] / least) ** torch.rand((), generator=generator).item()
+    exit = next(exit for exit, macs in zip(exits, full, strict=True) if macs >= budget or exit == exits[-1])
     order = cutting_order(model, exit, rule=rule)
-    return order[_draw(len(order), generator)]
+    return next((point for point in order if costs.point(point).macs <= budget), order[-1])
 
 
 def learning_rate(config: TrainConfig, part: float) -> float:

@@ -128,7 +128,7 @@ def cnmm_b5s4() -> MixtureConfig:
 @register_model
 def cnmm_b4s3() -> MixtureConfig:
     """Training on a CPU in minutes: 4 blocks, 3 scales, 64 channels, stem stride 2, 32x32 images."""
-    return MixtureConfig(name="cnmm_b4s3", blocks=4, stem_stride=2)
+    return MixtureConfig(name="cnmm_b4s3", blocks=4, stem_stride=2, gate_init="uniform")
 
 
 @register_model
