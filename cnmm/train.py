@@ -257,10 +257,10 @@ def ladder_loss(
 
 
 def ladder_point(model: Mixture, config: TrainConfig, at: tuple[int, int]) -> OperatingPoint:
-    """A random budget, as likely to halve as to double; its point: the cheapest exit that can spend it all, cut to it.
+    """The point of a random budget: the cheapest exit that can spend it all, cut to the budget by a random rule.
 
-    Cuts follow a random rule. Points that cost less than the exit before theirs are not drawn: hardly any of them is on
-    an envelope.
+    Budgets lie between the first exit's macs and the full mixture's, evenly on a logarithmic scale. So hardly any point
+    costs less than the exit before its own: an envelope has hardly any such points.
     """
     generator = seeded(config.seed, "ladder", *at)
     rule = LADDER_RULES[_draw(len(LADDER_RULES), generator)]
