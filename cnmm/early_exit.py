@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -25,9 +26,13 @@ class LoadedCascade:
 
 
 def leave_early(
-    loaded: LoadedCascade, images: Images, threshold: float, probabilities: Floats, exits: npt.NDArray[np.int64]
+    loaded: LoadedCascade,
+    images: Images,
+    confidence: Sequence[float],
+    probabilities: Floats,
+    exits: npt.NDArray[np.int64],
 ) -> int:
-    """Runs the stages; who is confident leaves, and the rest of the batch closes ranks.
+    """Runs the stages; who has the confidence that an exit asks for leaves, and the rest of the batch closes ranks.
 
     Fills in `probabilities` and `exits`, and returns the macs that were spent on all images.
     """
@@ -36,9 +41,9 @@ def leave_early(
     spent = 0
     with closing(loaded.chain.walk(images)) as walk:
         answers = next(walk)
-        for stage in stages:
+        for stage, needed in zip(stages, (*confidence, 0.0), strict=True):
             spent += stage.macs * len(rows)
-            gone = answers.max(axis=1) >= threshold
+            gone = answers.max(axis=1) >= needed
             if stage is stages[-1] or gone.all():
                 probabilities[rows], exits[rows] = answers, stage.exit
                 break
@@ -88,9 +93,9 @@ def check_deadline(deadline_ms: float, first_ms: float) -> None:
         raise ValueError(f"deadline_ms={deadline_ms}: the first exit alone takes {first_ms:.3g} ms here (p95)")
 
 
-def threshold_for(cascade: StagedCascade, average_macs: str | float | Budget, full_macs: int) -> float:
-    """The confidence for an average budget in macs or in percent of the full mixture's."""
+def confidence_for(cascade: StagedCascade, average_macs: str | float | Budget, full_macs: int) -> tuple[float, ...]:
+    """The confidence of each early exit for an average budget in macs or in percent of the full mixture's."""
     wanted = parse_budget(average_macs)
     if wanted.kind not in ("macs", "percent"):
         raise ValueError(f"average_macs={wanted.text!r}: macs such as 30M, or a share such as 40%, are needed")
-    return cascade.threshold(wanted.value if wanted.kind == "macs" else wanted.value * full_macs / 100)
+    return cascade.confidence(wanted.value if wanted.kind == "macs" else wanted.value * full_macs / 100)

@@ -60,8 +60,8 @@ class StagedCascade:
         """Of an image that goes all the way."""
         return sum(stage.macs for stage in self.stages)
 
-    def threshold(self, average_macs: float) -> float:
-        """The confidence that spends so many macs per image on average, interpolated in the measured table."""
+    def confidence(self, average_macs: float) -> tuple[float, ...]:
+        """What each early exit asks for if so many macs per image are spent on average, interpolated in the table."""
         if not self.thresholds:
             raise ValueError("the ladder's thresholds were not calibrated; ask by confidence, or export it again")
         table = self.thresholds
@@ -71,8 +71,8 @@ class StagedCascade:
         for low, high in itertools.pairwise(table):
             if average_macs < high.average_macs:
                 part = (average_macs - low.average_macs) / (high.average_macs - low.average_macs)
-                return low.threshold + part * (high.threshold - low.threshold)
-        return table[-1].threshold
+                return tuple(a + part * (b - a) for a, b in zip(low.confidence, high.confidence, strict=True))
+        return table[-1].confidence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def _read_cascade(folder: Path, data: Any) -> StagedCascade:
     if exits != sorted(set(exits)):
         raise ValueError(f"{where}stages have the exits {exits}; they must ascend")
     rows = _get(data, "thresholds", _is_objects, "a list of thresholds", where)
-    thresholds = tuple(_read_threshold(row, f"{where}thresholds[{n}].") for n, row in enumerate(rows))
+    thresholds = tuple(_read_threshold(row, len(stages), f"{where}thresholds[{n}].") for n, row in enumerate(rows))
     averages = [row.average_macs for row in thresholds]
     if averages != sorted(averages):
         raise ValueError(f"{where}thresholds must ascend by average_macs")
@@ -169,10 +169,17 @@ def _read_cascade(folder: Path, data: Any) -> StagedCascade:
     return StagedCascade(point=point, stages=stages, thresholds=thresholds)
 
 
-def _read_threshold(row: Mapping[str, Any], where: str) -> Threshold:
-    names = ("threshold", "average_macs", "accuracy")
-    numbers = {name: float(_get(row, name, _is_number, "a number", where)) for name in names}
-    return Threshold(**numbers, exits=tuple(_get(row, "exits", _is_numbers, "a list of numbers", where)))
+def _read_threshold(row: Mapping[str, Any], num_exits: int, where: str) -> Threshold:
+    def numbers(name: str, num: int) -> tuple[float, ...]:
+        return tuple(_get(row, name, lambda value: _is_numbers(value) and len(value) == num, f"{num} numbers", where))
+
+    average, accuracy = (_get(row, name, _is_number, "a number", where) for name in ("average_macs", "accuracy"))
+    return Threshold(
+        confidence=numbers("confidence", num_exits - 1),
+        average_macs=float(average),
+        accuracy=float(accuracy),
+        exits=numbers("exits", num_exits),
+    )
 
 
 def _read_stage(folder: Path, entry: Mapping[str, Any], where: str, in_cascade: bool = False) -> Stage:

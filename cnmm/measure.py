@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cnmm.blocks import Statistics
-from cnmm.cascade import SHARES, measure_cascade
+from cnmm.calibrate import SHARES, measure_cascade
 from cnmm.checkpoint import read_tensors, to_bytes, write_atomically
 from cnmm.cost import CostTable
 from cnmm.evaluate import Quality, quality_of, reestimated

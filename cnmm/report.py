@@ -117,12 +117,12 @@ def _cascade(run: Run) -> Iterable[str]:
         return
     yield "<h2>Early exit</h2>"
     words = (
-        f"Images leave at the first exit that is sure enough: cascade {cascade.point}, {cascade.n:,} {cascade.split}"
+        f"Images leave at the first exit that is sure enough: cascade {cascade.point}, {cascade.n:,} {cascade.split} "
+        "images. The columns of exits say how many leave there, and from which confidence on."
     )
-    yield f"<p>{_text(words)} images.</p>"
+    yield f"<p>{_text(words)}</p>"
     rows = cascade.thresholds[:: max(1, len(cascade.thresholds) // 12)]
     columns = [
-        "confidence",
         "average macs",
         "of full",
         "accuracy %",
@@ -131,8 +131,9 @@ def _cascade(run: Run) -> Iterable[str]:
     body = []
     for row in rows:
         share = f"{row.average_macs / run.frontier.full_macs:.1%}"
-        cells = [f"{row.threshold:.3f}", short_count(round(row.average_macs)), share, _percent(row.accuracy)]
-        body.append([*cells, *(f"{part:.0%}" for part in row.exits)])
+        cells = [short_count(round(row.average_macs)), share, _percent(row.accuracy)]
+        asked = [*(f" from {value:.3f} on" for value in row.confidence), ""]
+        body.append([*cells, *(f"{part:.0%}{words}" for part, words in zip(row.exits, asked, strict=True))])
     yield _table(columns, body)
 
 

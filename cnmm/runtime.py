@@ -7,14 +7,17 @@ on. Chains are thread-safe, and after they are made, walking loads, compiles and
 from __future__ import annotations
 
 import importlib
+import tempfile
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cnmm.blocked import without_conversions
 from cnmm.ladder import IMAGE, PROBABILITIES, Stage
 from cnmm.latency import PACKAGES, RUNTIMES
 
@@ -84,6 +87,7 @@ def _refusing(stage: Stage, runtime: str) -> Iterator[None]:
 # onnxruntime
 
 
+PROVIDERS = ("CPUExecutionProvider",)
 _arena_lock = threading.Lock()
 _arena_is_there = False
 
@@ -111,27 +115,52 @@ class OnnxRuntime:
         self._ort = _import("onnx")
         self._image_shape = image_shape
         self.chunk = max(1, CHUNK_PIXELS // (image_shape[0] * image_shape[1]))
-        options = self._ort.SessionOptions()
+        self._threads = threads
         _share_arena(self._ort)
-        options.add_session_config_entry("session.use_env_allocators", "1")
-        options.log_severity_level = 4
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        # Waiting threads spin for the next piece of a network, which is faster, but not for the next call.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        self._options = options
 
     def chain(self, stages: Sequence[Stage]) -> Chain:
-        chain = _OnnxChain(stages, [self._session(stage) for stage in stages], self._image_shape)
+        sessions = [self._session(stage, self._options()) for stage in stages]
+        chain = _OnnxChain(stages, sessions, self._image_shape)
+        if len(stages) > 1:
+            with suppress(Exception):  # whatever it is: without it, stages are slower and as right
+                chain = self._without_conversions(stages, chain)
         for _ in chain.walk(np.zeros((self.chunk, *self._image_shape), np.uint8)):
             pass
         return chain
 
-    def _session(self, stage: Stage) -> Any:
+    def _without_conversions(self, stages: Sequence[Stage], chain: _OnnxChain) -> _OnnxChain:
+        """The same chain, whose stages hand over maps in onnxruntime's own layout."""
+        optimised = []
+        with tempfile.TemporaryDirectory() as folder:
+            for stage in stages:
+                file = Path(folder) / f"{stage.exit}.onnx"
+                self._session(stage, self._options(file))
+                optimised.append(file.read_bytes())
+        final = self._options()
+        final.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        files = without_conversions(optimised, (IMAGE, PROBABILITIES))
+        sessions = [self._ort.InferenceSession(data, final, providers=PROVIDERS) for data in files]
+        faster = _OnnxChain(stages, sessions, self._image_shape)
+        image = np.random.default_rng(0).integers(0, 256, (1, *self._image_shape), np.uint8)
+        answers = zip(chain.walk(image), faster.walk(image), strict=True)
+        return faster if all(np.allclose(old, new, atol=1e-6) for old, new in answers) else chain
+
+    def _options(self, optimised: Path | None = None) -> Any:
+        """`optimised`: where to leave the network as onnxruntime has optimised it for this machine."""
+        options = self._ort.SessionOptions()
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.log_severity_level = 4
+        options.intra_op_num_threads, options.inter_op_num_threads = self._threads, 1
+        # Waiting threads spin for the next piece of a network, which is faster, but not for the next call.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        if optimised is not None:
+            options.optimized_model_filepath = str(optimised)
+        return options
+
+    def _session(self, stage: Stage, options: Any) -> Any:
         data = stage.read()
         with _refusing(stage, "onnxruntime"):
-            session = self._ort.InferenceSession(
-                data, self._options, providers=["CPUExecutionProvider"], enable_fallback=0
-            )
+            session = self._ort.InferenceSession(data, options, providers=PROVIDERS, enable_fallback=0)
         _check_names(stage, [i.name for i in session.get_inputs()], [o.name for o in session.get_outputs()])
         return session
 

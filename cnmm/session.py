@@ -29,9 +29,9 @@ from cnmm.early_exit import (
     LoadedCascade,
     check_confidence,
     check_deadline,
+    confidence_for,
     keep_deadline,
     leave_early,
-    threshold_for,
     time_stages,
 )
 from cnmm.frontier import Frontier, FrontierPoint
@@ -207,8 +207,9 @@ class Session:
 
         At most one of the others, otherwise the best point runs. `budget` and `point` choose a point. With `confidence`
         an image leaves at the first exit whose highest probability reaches it; with `average_macs` (such as `30M` or
-        `40%`) at the confidence that spends as much on average. With `deadline_ms` one image runs until the next stage
-        might not end in time, counted from the call; a deadline shorter than the first exit is refused.
+        `40%`) every exit asks for what pays most where as much is spent on average. With `deadline_ms` one image runs
+        until the next stage might not end in time, counted from the call; a deadline shorter than the first exit is
+        refused.
         """
         start = time.perf_counter()
         given = {"budget": budget, "point": point, "confidence": confidence}
@@ -217,8 +218,8 @@ class Session:
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(asked)} exclude each other; give one of them")
         if confidence is not None or average_macs is not None:
-            threshold = self._threshold(confidence, average_macs)
-            return self._leave_early(self._batch(images), threshold, start)
+            needed = self._needed_confidence(confidence, average_macs)
+            return self._leave_early(self._batch(images), needed, start)
         if deadline_ms is not None:
             cascade = self._loaded_cascade()
             check_deadline(deadline_ms, cascade.p95_ms[0])
@@ -233,14 +234,14 @@ class Session:
         exits = np.full(len(batch), point.exit, np.int64)
         return self._answer(probabilities, exits, point.point, point.macs, start)
 
-    def _leave_early(self, batch: Images, threshold: float, start: float) -> Prediction:
+    def _leave_early(self, batch: Images, confidence: Sequence[float], start: float) -> Prediction:
         loaded = self._loaded_cascade()
         probabilities = np.empty((len(batch), len(self._classes)), np.float32)
         exits = np.empty(len(batch), np.int64)
         spent = 0
         for first in range(0, len(batch), self._chunk):
             part = slice(first, first + self._chunk)
-            spent += leave_early(loaded, batch[part], threshold, probabilities[part], exits[part])
+            spent += leave_early(loaded, batch[part], confidence, probabilities[part], exits[part])
         return self._answer(probabilities, exits, loaded.cascade.point, spent / len(batch), start)
 
     def _keep_deadline(self, loaded: LoadedCascade, batch: Images, deadline_ms: float, start: float) -> Prediction:
@@ -280,12 +281,15 @@ class Session:
             raise ValueError(f"{self.folder}: no cascade is loaded, so there are no early exits; give a budget instead")
         return self._cascade
 
-    def _threshold(self, confidence: float | None, average_macs: str | float | Budget | None) -> float:
+    def _needed_confidence(
+        self, confidence: float | None, average_macs: str | float | Budget | None
+    ) -> tuple[float, ...]:
+        """Of each early exit."""
         cascade = self._loaded_cascade().cascade
         if confidence is not None:
-            return check_confidence(confidence)
+            return (check_confidence(confidence),) * (len(cascade.stages) - 1)
         assert average_macs is not None
-        return threshold_for(cascade, average_macs, self._full_macs)
+        return confidence_for(cascade, average_macs, self._full_macs)
 
     def _batch(self, images: Any) -> Images:
         if isinstance(images, np.ndarray):

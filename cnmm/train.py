@@ -31,7 +31,8 @@ from cnmm.prune import Rule, cutting_order
 
 STATISTICS_IMAGES = 4000
 """Training images on which the statistics for inference are estimated."""
-EVALUATION_BATCH = 500
+EVALUATION_BATCH = 125
+"""Images of a batch where nothing is learned, at most. More are slower per image: their maps leave the cache."""
 LADDER_RULES: tuple[Rule, ...] = ("flow", "flow_per_mac")
 """Whose points ladder tuning draws: by flow alone, no point lies between those that lose a whole map in one cut."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -368,8 +369,9 @@ class Images:
 
 
 def chunks(indices: np.ndarray) -> list[np.ndarray]:
-    """Indices in batches for evaluation."""
-    return [indices[start : start + EVALUATION_BATCH] for start in range(0, len(indices), EVALUATION_BATCH)]
+    """Indices in batches for evaluation, of equal size: each counts the same where statistics are averaged."""
+    num = -(-len(indices) // EVALUATION_BATCH)
+    return np.array_split(indices, num) if num else []
 
 
 def augment(images: Tensor, config: TrainConfig, generator: torch.Generator, places: slice | None = None) -> Tensor:

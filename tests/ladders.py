@@ -131,7 +131,9 @@ def make_ladder(folder, *, channels=3, cascade=True, copies=1):
 
 
 def make_cascade(folder, channels):
-    rows = [(0.0, 1000.0, 0.5), (0.5, 2000.0, 0.6), (0.9, 4000.0, 0.75), (1.1, 5000.0, 0.8)]
+    table = [(0.0, 1000.0, 0.5), (0.5, 2000.0, 0.6), (0.9, 4000.0, 0.75), (1.1, 5000.0, 0.8)]
+    names = ("confidence", "average_macs", "accuracy", "exits")
+    rows = [dict(zip(names, ([t, 1.1 * t], a, q, [1, 0, 0]), strict=True)) for t, a, q in table]
     return {
         "point": "e3c0",
         "stages": [
@@ -139,7 +141,7 @@ def make_cascade(folder, channels):
             | written(folder, f"stage{number + 1}.onnx", content)
             for number, (content, inputs, outputs) in enumerate(stages(channels))
         ],
-        "thresholds": [{"threshold": t, "average_macs": a, "accuracy": q, "exits": [1, 0, 0]} for t, a, q in rows],
+        "thresholds": rows,
         "n": 100,
         "split": "validation",
     }

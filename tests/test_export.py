@@ -7,7 +7,6 @@ import torch
 
 import cnmm
 from cnmm import export
-from cnmm.cascade import calibrate
 from cnmm.export import accuracy_of, export_onnx, onnx_bytes, open_onnx, stage_bytes, written_aside
 from cnmm.onnx_graph import Preprocessing
 from cnmm.slim import slim, slim_cascade
@@ -168,24 +167,3 @@ def test_int8_is_close_and_needs_images():
     labels = expected.argmax(1)
     assert accuracy_of(plain, [(images, labels)]) == 1.0
     assert accuracy_of(small, [(images, labels)]) > 0.8
-
-
-def test_thresholds_against_a_literal_count():
-    rng = np.random.default_rng(0)
-    confidence, right = rng.uniform(0.1, 1, (200, 3)), rng.uniform(size=(200, 3)) < 0.7
-    macs = (10, 25, 40)
-    rows = calibrate(confidence, right, macs)
-    assert rows[0].average_macs == 10
-    assert rows[-1].average_macs == 75
-    assert [row.average_macs for row in rows] == sorted(row.average_macs for row in rows)
-    for row in rows[:: len(rows) // 9]:
-        spent = hits = 0
-        leaving = [0, 0, 0]
-        for sure, hit in zip(confidence, right, strict=True):
-            exit = next((k for k in (0, 1) if sure[k] >= row.threshold), 2)
-            spent += sum(macs[: exit + 1])
-            hits += hit[exit]
-            leaving[exit] += 1
-        assert row.average_macs == pytest.approx(spent / 200)
-        assert row.accuracy == pytest.approx(hits / 200)
-        assert row.exits == pytest.approx([count / 200 for count in leaving])

@@ -32,11 +32,13 @@ LAYERS = [
     "frontier",
     "latency",
     "ladder",
+    "blocked",
     "runtime",
     "early_exit",
     "session",
     "evaluate",
     "train",
+    "calibrate",
     "measure",
     "slim",
     "onnx_graph",
@@ -55,7 +57,7 @@ LAYERS = [
 ]
 """From the bottom to the top. A module imports only from modules below it; `data` stands apart."""
 WITH_NUMPY = {"runtime", "early_exit", "session", "onnx_graph", "export"}
-WITH_TORCH = {"distributed", "blocks", "mixture", "evaluate", "train", "measure", "slim", "runs", "report"}
+WITH_TORCH = {"distributed", "blocks", "mixture", "evaluate", "train", "calibrate", "measure", "slim", "runs", "report"}
 WITHOUT_TORCH = set(LAYERS) - WITH_TORCH
 
 

@@ -307,7 +307,7 @@ def test_the_batch_closes_ranks():
     chain = FakeChain([[0.9, 0.9, 0.9], [0.6, 0.6, 0.6], [0.6, 0.8, 0.9], [0.7, 0.7, 0.6], [0.95, 0.9, 0.9]])
     images = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1)
     probabilities, exits = np.zeros((5, 2), np.float32), np.zeros(5, np.int64)
-    spent = leave_early(fake_cascade(chain), images, 0.8, probabilities, exits)
+    spent = leave_early(fake_cascade(chain), images, (0.8, 0.8), probabilities, exits)
     assert chain.ran == [[0, 1, 2, 3, 4], [1, 2, 3], [1, 3]]
     assert exits.tolist() == [1, 3, 2, 3, 1]
     assert probabilities[:, 0] == pytest.approx([0.9, 0.6, 0.8, 0.6, 0.95])
@@ -319,26 +319,30 @@ def test_nothing_is_copied_when_all_stay_and_nothing_runs_when_none_does():
     images = np.arange(2, dtype=np.uint8).reshape(2, 1, 1, 1)
     probabilities, exits = np.zeros((2, 2), np.float32), np.zeros(2, np.int64)
     chain = FakeChain([[0.6, 0.9, 0.9], [0.6, 0.9, 0.9]])
-    assert leave_early(fake_cascade(chain), images, 0.8, probabilities, exits) == 2 * 110
+    assert leave_early(fake_cascade(chain), images, (0.8, 0.8), probabilities, exits) == 2 * 110
     assert chain.ran == [[0, 1], [0, 1]]
     assert chain.kept == [None]
 
 
 @pytest.mark.parametrize(
-    ("average", "threshold"),
+    ("average", "confidence"),
     [(1000, 0.0), (1500, 0.25), (2000, 0.5), (3000, 0.7), ("60%", 0.7), (4500, 1.0), (5000, 1.1), ("200%", 1.1)],
 )
-def test_thresholds_are_interpolated(folder, average, threshold):
-    from cnmm.early_exit import threshold_for
+def test_thresholds_are_interpolated(folder, average, confidence):
+    from cnmm.early_exit import confidence_for
 
     cascade = read_ladder(folder).cascade
-    assert threshold_for(cascade, average, 5000) == pytest.approx(threshold)
+    assert confidence_for(cascade, average, 5000) == pytest.approx((confidence, 1.1 * confidence))
 
 
-def test_average_macs_uses_the_threshold(session, images):
-    answer = session.predict(images, average_macs="2.2k")
-    same = session.predict(images, confidence=0.54)
-    assert answer.exits.tolist() == same.exits.tolist()
+def test_average_macs_uses_the_confidence_of_each_exit(session, images):
+    for average in (1200, 2200, 3500):
+        first, second = session.cascade.confidence(average)
+        expected = []
+        for image in images:
+            answers = [each.max() for each in session._cascade.chain.walk(image[None])]
+            expected.append(1 if answers[0] >= first else 2 if answers[1] >= second else 3)
+        assert session.predict(images, average_macs=average).exits.tolist() == expected
     assert session.predict(images, average_macs="100%").exits.tolist() == [3] * len(images)
 
 
@@ -352,10 +356,10 @@ def test_thresholds_that_share_an_average():
     from cnmm.cascade import Threshold
 
     rows = [(0.1, 5), (0.2, 5), (0.3, 9), (0.4, 9)]
-    table = tuple(Threshold(threshold=t, average_macs=a, accuracy=0.5, exits=()) for t, a in rows)
+    table = tuple(Threshold(confidence=(t,), average_macs=a, accuracy=0.5, exits=()) for t, a in rows)
     cascade = StagedCascade(point="x", stages=(), thresholds=table)
-    assert [cascade.threshold(value) for value in (5, 7, 9)] == pytest.approx([0.2, 0.25, 0.4])
-    assert "not calibrated" in refused(StagedCascade(point="x", stages=(), thresholds=()).threshold, 5)
+    assert [cascade.confidence(value)[0] for value in (5, 7, 9)] == pytest.approx([0.2, 0.25, 0.4])
+    assert "not calibrated" in refused(StagedCascade(point="x", stages=(), thresholds=()).confidence, 5)
 
 
 # Deadlines
@@ -528,7 +532,9 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path, name, part):
         (lambda m: m["cascade"]["stages"].pop(0), "'h1'"),
         (lambda m: m["cascade"]["stages"][1].update(exit=1), "ascend"),
         (lambda m: m["cascade"]["thresholds"].reverse(), "ascend"),
-        (lambda m: m["cascade"]["thresholds"][0].update(threshold=None), "thresholds[0].threshold"),
+        (lambda m: m["cascade"]["thresholds"][0].update(confidence=None), "thresholds[0].confidence"),
+        (lambda m: m["cascade"]["thresholds"][1].update(confidence=[0.5]), "[0.5]; 2 numbers"),
+        (lambda m: m["cascade"]["thresholds"][1].update(exits=[1, 0]), "[1, 0]; 3 numbers"),
         (lambda m: m["cascade"].pop("point"), "point"),
     ],
 )
