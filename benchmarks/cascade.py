@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
+from cnmm.budget import parse_budget
 from cnmm.export import onnx_bytes
 from cnmm.ladder import Stage
 from cnmm.latency import machine, percentile
@@ -33,7 +34,7 @@ from cnmm.runs import Run, ladder_of_run
 from cnmm.runtime import open_runtime
 from cnmm.slim import slim
 
-SHARES = (20, 30, 40, 50, 60, 70, 80)
+AVERAGES = ("20%", "30%", "40%", "50%", "60%", "70%", "80%")
 
 
 def p_value(better: int, worse: int) -> float:
@@ -73,7 +74,9 @@ def one_threshold(answers: np.ndarray, labels: np.ndarray, macs: np.ndarray, spe
     return float(right[np.arange(len(labels)), leaves].mean())
 
 
-def early_exit(session: cnmm.Session, run: Run, images: np.ndarray, labels: np.ndarray) -> list[dict[str, float]]:
+def early_exit(
+    session: cnmm.Session, run: Run, images: np.ndarray, labels: np.ndarray, averages: Sequence[str]
+) -> list[dict[str, Any]]:
     """At the same average macs: the cascade against the best fixed point, image by image; and against one threshold."""
     full = run.frontier.full_macs
     answers = at_every_exit(session, images)
@@ -81,23 +84,24 @@ def early_exit(session: cnmm.Session, run: Run, images: np.ndarray, labels: np.n
     print(f"exits alone, %: {' '.join(f'{100 * each:.2f}' for each in (answers.argmax(2) == labels[:, None]).mean(0))}")
     rows = []
     print("\nasked   spent   spent/asked  early exit %   one threshold %   best fixed point      %    p (paired)")
-    for share in SHARES:
-        budget = full * share / 100
+    for average in averages:
+        wanted = parse_budget(average)
+        budget = wanted.value * (full / 100 if wanted.kind == "percent" else 1)
         try:
             found, spent = in_batches(lambda x, budget=budget: session.predict(x, average_macs=budget), images)
             point = session.choose(spent)
         except ValueError as error:
-            print(f"{share:4d} %  {error}")
+            print(f"{average:>6}  {error}")
             continue
         fixed, _ = in_batches(lambda x, point=point: session.predict(x, point=point.point), images)
         ours, theirs = found == labels, fixed == labels
         p = p_value(int((ours & ~theirs).sum()), int((theirs & ~ours).sum()))
-        row = {"share": share, "spent": spent / budget, "accuracy": ours.mean(), "fixed": theirs.mean(), "p": p}
+        row = {"asked": average, "spent": spent / budget, "accuracy": ours.mean(), "fixed": theirs.mean(), "p": p}
         rows.append(row | {"one_threshold": one_threshold(answers, labels, macs, spent)})
         words = f"{100 * ours.mean():10.2f} {100 * rows[-1]['one_threshold']:14.2f}        "
         words += f"{point.point:>8} {point.macs / full:5.1%} {100 * theirs.mean():8.2f}"
-        print(f"{share:4d} %  {100 * spent / full:5.1f} %  {spent / budget:8.3f}  {words}   {p:.1e}")
-    return [{key: float(value) for key, value in row.items()} for row in rows]
+        print(f"{average:>6}  {100 * spent / full:5.1f} %  {spent / budget:8.3f}  {words}   {p:.1e}")
+    return [{key: value if key == "asked" else float(value) for key, value in row.items()} for row in rows]
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
@@ -199,6 +203,7 @@ def main() -> None:
     parser.add_argument("--runtime", default="onnx")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--images", type=int, default=10000, help="test images at most")
+    parser.add_argument("--average", nargs="+", default=AVERAGES, help="average budgets: 40%%, 3M")
     arguments = parser.parse_args()
     run = Run(arguments.run, data=arguments.data)
     test = run.data.test
@@ -211,7 +216,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         ladder_of_run(arguments.run, Path(name) / "ladder")
         with cnmm.Session(Path(name) / "ladder", runtime=arguments.runtime, threads=arguments.threads) as session:
-            rows = early_exit(session, run, images, labels)
+            rows = early_exit(session, run, images, labels, arguments.average)
             ratio, part = batch_ratio(session, run, images, Path(name))
             overhead = stage_overhead(session, run, images[:1], Path(name))
             kept, refused = deadlines(session, images[:1])

@@ -57,10 +57,17 @@ class Cascade:
             )
             lists = {field: tuple(int(value) for value in data[field]) for field in ("exits", "macs")}
             found = cls(point=data["point"], thresholds=rows, n=int(data["n"]), split=data["split"], **lists)
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ValueError(
+                f"its cascade has no {error.args[0]!r}; measure it again with: cnmm frontier RUN"
+            ) from None
+        except (TypeError, ValueError) as error:
             raise ValueError(f"not a cascade: {error!r}") from None
-        if not rows or len(found.exits) != len(found.macs) or not found.exits:
+        num = len(found.exits)
+        if not rows or not num or len(found.macs) != num:
             raise ValueError("not a cascade: it needs exits, their macs and thresholds")
+        if any(len(row.confidence) != num - 1 or len(row.exits) != num for row in rows):
+            raise ValueError(f"not a cascade: thresholds of {num} exits have {num - 1} confidences and {num} shares")
         return found
 
 

@@ -1,6 +1,7 @@
 """The frontier as a picture, in the paper's form: accuracy against macs, one curve per exit, the envelope on top.
 
-Needs matplotlib, which is imported only when something is drawn. The same frontier gives the same bytes.
+Early exit, where macs are an average, is a curve of its own. Needs matplotlib, which is imported only when something is
+drawn. The same frontier gives the same bytes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cnmm.cascade import Cascade
 from cnmm.cost import short_count
 from cnmm.draw import FAINT, GREY, INK, PALE, STYLE, require_matplotlib
 from cnmm.frontier import Frontier, FrontierPoint
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _EXIT_COLOURS = ("#38a3a5", "#3182ce", "#5b4b8a", "#b83280", "#c05621", "#b7791f", "#4d7c0f", "#6b7782")
+_EARLY_COLOUR = "#e53e3e"
 _RULES = {"c": "flow", "m": "flow per mac"}
 _DASHES = {"c": "solid", "m": (0, (4, 2))}
 
@@ -36,6 +39,8 @@ def plot_frontier(frontier: Frontier, latency: Mapping[str, float] | None = None
         panels[0].set_xlabel("macs per image (millions)", color=GREY)
         panels[0].set_ylabel(f"accuracy (%), {frontier.points[0].n:,} {frontier.points[0].split} images", color=GREY)
         _show_share(panels[0], frontier.full_macs / 1e6)
+        if frontier.cascade:
+            _draw_cascade(panels[0], frontier.cascade)
         if timed and latency:
             _draw_panel(panels[1], timed, lambda point: latency[point.point])
             panels[1].set_xlabel("latency on this machine (ms), 95th percentile, batch 1", color=GREY)
@@ -107,6 +112,13 @@ def _draw_envelope(axes: Axes, best: Sequence[FrontierPoint], cost: Cost, end: f
     axes.plot(
         x[:-1], y[:-1], color=INK, marker="o", markersize=5.5, linestyle="none", markeredgecolor="white", zorder=4
     )
+
+
+def _draw_cascade(axes: Axes, cascade: Cascade) -> None:
+    """What an average budget buys with early exit."""
+    x = [row.average_macs / 1e6 for row in cascade.thresholds]
+    y = [100 * row.accuracy for row in cascade.thresholds]
+    axes.plot(x, y, color=_EARLY_COLOUR, linewidth=2.0, zorder=3, label="early exit, macs on average")
 
 
 def _values(point: FrontierPoint) -> tuple[float, float, float]:

@@ -129,6 +129,12 @@ def test_round_trip(frontier, tmp_path):
     assert find_frontier(tmp_path) == frontier
 
 
+def cascade(**changes):
+    row = {"confidence": [0.5], "average_macs": 5.0, "accuracy": 0.5, "exits": [0.5, 0.5]} | changes
+    row = {name: value for name, value in row.items() if value is not None}
+    return {"point": "e2a0", "exits": [1, 2], "macs": [3, 4], "thresholds": [row], "n": 10, "split": "validation"}
+
+
 def damaged(**changes):
     point = asdict(made_up("a", 10, 0.5))
     data = {"format_version": 1, "model": "m", "full_macs": 40, "points": [point]}
@@ -167,7 +173,12 @@ def damaged(**changes):
         (damaged(test_n="many"), "points[0].test_n"),
         (damaged(on_envelope=1), "points[0].on_envelope"),
         (damaged(cascade=3), "'cascade'"),
-        (damaged(cascade={}), "cascade"),
+        (damaged(cascade={}), "cascade has no 'thresholds'; measure it again"),
+        (damaged(cascade=cascade(confidence=None, threshold=0.5)), "cascade has no 'confidence'; measure it again"),
+        (damaged(cascade=cascade(confidence=0.5)), "not a cascade"),
+        (damaged(cascade=cascade(confidence=[0.5, 0.6])), "2 exits have 1 confidences"),
+        (damaged(cascade=cascade(exits=[1.0])), "2 exits have 1 confidences and 2 shares"),
+        (damaged(cascade={**cascade(), "thresholds": []}), "needs exits"),
         (damaged().replace('"macs": 10, ', ""), "points[0].macs is missing"),
     ],
 )
@@ -180,8 +191,10 @@ def test_a_damaged_file_is_one_clear_line(text, words, tmp_path):
 
 
 def test_an_undamaged_file_is_read(tmp_path):
-    (tmp_path / "frontier.json").write_text(damaged(later="a field of a later version"))
-    assert Frontier.load(tmp_path / "frontier.json").points[0].point == "a"
+    (tmp_path / "frontier.json").write_text(damaged(later="a field of a later version", cascade=cascade()))
+    found = Frontier.load(tmp_path / "frontier.json")
+    assert found.points[0].point == "a"
+    assert found.cascade.thresholds[0].confidence == (0.5,)
 
 
 def test_no_frontier_yet(tmp_path):
@@ -432,6 +445,9 @@ def test_the_plot_is_the_same_every_time(tmp_path):
         save_picture(plot_frontier(frontier, latency), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "c.svg").stat().st_size > (tmp_path / "a.svg").stat().st_size
+    assert frontier.cascade is not None
+    save_picture(plot_frontier(replace(frontier, cascade=None)), tmp_path / "e.svg")
+    assert (tmp_path / "e.svg").stat().st_size < (tmp_path / "a.svg").stat().st_size
     assert b"http" not in re.sub(rb"http://www.w3.org/\S+", b"", (tmp_path / "a.svg").read_bytes())
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
