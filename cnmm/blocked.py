@@ -74,11 +74,11 @@ def _without_conversions(data: bytes, plain: frozenset[str]) -> bytes:
         raise NotBlocked(f"{min(missing)} is not made by convolutions")
 
     # The name of a map that leaves goes to what its conversion was made from.
-    leaves = {same[made]: made for made in outputs if made in same}
-    if len(leaves) < sum(made in same for made in outputs):
+    origin = {made: _first(made, same) for made in same}
+    leaves = {origin[made]: made for made in outputs if made in origin}
+    if len(leaves) < sum(made in origin for made in outputs) or inputs & leaves.keys():
         raise NotBlocked("a map leaves under two names")
-    names = {made: _first(made, same) for made in same}
-    names = {made: leaves.get(source, source) for made, source in names.items()} | leaves
+    names = {made: leaves.get(source, source) for made, source in origin.items()} | leaves
     body = [*((_NODE, node.renamed(names)) for node in kept), *(field for field in graph if field[0] != _NODE)]
     return _message((number, _message(body) if number == _GRAPH else value) for number, value in model)
 

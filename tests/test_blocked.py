@@ -182,6 +182,7 @@ def to_plain(source, made, channels=16, **more):
         ([to_plain("a", "y", channels=10)], "y has 10 channels"),
         ([to_plain("a", "y", channels_last=1)], "y is turned"),
         ([to_plain("a", "y"), to_plain("a", "x")], "two names"),
+        ([helper.make_node("ReorderInput", ["z"], ["a"]), to_plain("a", "y"), to_plain("b", "x")], "two names"),
         ([to_plain("a", "y"), helper.make_node("Relu", ["y"], ["x"])], "y is not made by"),
     ],
 )
