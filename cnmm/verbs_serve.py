@@ -171,8 +171,9 @@ class Bench:
 def measure(session: Session, *, batch: int, seconds: float, progress: Callable[[str, float], None]) -> Measurement:
     """Times every point of a session, as its callers see it, and the stages of its cascade at batch 1.
 
-    All points take their turns, several times: the 95th percentile is that of the slowest turn but one, so that a
-    budget in milliseconds holds at other moments too, and one hiccup of the machine does not spoil it.
+    All points take their turns, several times, because a machine has slow moments, which last for seconds and slow down
+    whatever runs. So the spread, how far a turn's 95th percentile lies above its point's median, is one for all points:
+    that of 95 % of all turns. A budget in milliseconds then holds at other moments, too.
     """
     images = noise(session, batch)
     found: dict[str, list[tuple[float, float, int]]] = {point.point: [] for point in session.points}
@@ -184,12 +185,14 @@ def measure(session: Session, *, batch: int, seconds: float, progress: Callable[
             return session.predict(images, point=name)
 
         found[point.point].append(latency.time_calls(call, seconds=seconds / ROUNDS))
+    medians = {name: latency.percentile([median for median, _, _ in turns], 50) for name, turns in found.items()}
+    spread = latency.percentile([p95 / medians[name] for name, turns in found.items() for _, p95, _ in turns], 95)
     points = [
         Timing(
             point=point.point,
             macs=point.macs,
-            median_ms=latency.percentile([median for median, _, _ in found[point.point]], 50),
-            p95_ms=latency.percentile([p95 for _, p95, _ in found[point.point]], 80),
+            median_ms=medians[point.point],
+            p95_ms=medians[point.point] * spread,
             n=sum(n for _, _, n in found[point.point]),
         )
         for point in session.points

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 import cnmm
-from cnmm import cli, latency
+from cnmm import cli, latency, verbs_serve
 from cnmm.early_exit import LoadedCascade, keep_deadline, leave_early
 from cnmm.ladder import Stage, StagedCascade, read_ladder
 from cnmm.session import Session
@@ -739,6 +739,24 @@ def test_bench_verb(capsys, tmp_path, picture):
     assert ask(capsys, "predict", tmp_path, picture, "--threads", 1, "--budget", "900ms")["point"] == "e3c0"
     ask(capsys, "bench", tmp_path, "--seconds", 0, "--threads", 1, "--runtime", "onnx", "--batch", 3)
     assert [entry.batch for entry in latency.read(tmp_path)].count(3) == 1
+
+
+@pytest.mark.parametrize(("slow", "spread"), [({7, 8, 9}, 1.2), ({7, 8, 9, 10}, 3.0), ({7, 10, 13, 16}, 3.0)])
+def test_slow_moments_of_the_machine_count_for_all_points(session, monkeypatch, slow, spread):
+    """Of 60 turns, three slow ones are 5 %."""
+    turns = iter(range(60))
+
+    def time_calls(call, *, seconds):
+        call()
+        number = next(turns)
+        median = 1.0 + number % 3
+        return median, median * (3.0 if number in slow else 1.2), 10
+
+    monkeypatch.setattr(verbs_serve, "ROUNDS", 20)
+    monkeypatch.setattr(latency, "time_calls", time_calls)
+    found = verbs_serve.measure(session, batch=1, seconds=0.0, progress=lambda *_: None)
+    assert [point.median_ms for point in found.points] == [1, 2, 3]
+    assert [point.p95_ms for point in found.points] == pytest.approx([spread, 2 * spread, 3 * spread])
 
 
 def test_bench_verb_for_people_and_complaints(capsys, tmp_path):
