@@ -25,14 +25,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
+from cnmm._machine import machine
 from cnmm.budget import parse_budget
-from cnmm.export import onnx_bytes
+from cnmm.export.ladder import onnx_bytes
+from cnmm.export.slim import slim
 from cnmm.ladder import Stage
-from cnmm.latency import machine, percentile
 from cnmm.prune import named_point
-from cnmm.runs import Run, ladder_of_run
-from cnmm.runtime import open_runtime
-from cnmm.slim import slim
+from cnmm.run import Run, ladder_of_run
+from cnmm.runtime.engines import open_runtime
+from cnmm.runtime.latency import percentile
 
 AVERAGES = ("20%", "30%", "40%", "50%", "60%", "70%", "80%")
 

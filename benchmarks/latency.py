@@ -30,11 +30,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
-from cnmm.export import onnx_bytes
+from cnmm._machine import machine
+from cnmm.export.ladder import onnx_bytes
+from cnmm.export.slim import slim
 from cnmm.ladder import Stage
-from cnmm.latency import machine, runtime_version
-from cnmm.runtime import open_runtime
-from cnmm.slim import slim
+from cnmm.runtime.engines import open_runtime
+from cnmm.runtime.latency import runtime_version
 from tests.matching import reference_of
 
 RUNTIMES = ("onnx", "openvino")

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import cnmm
 from cnmm.data import open_data
 from cnmm.frontier import FRONTIER_FILE, find_frontier
-from cnmm.recipes import recipe
-from cnmm.train import keep_freed_memory, make_optimizer, training_loss, use_bfloat16
+from cnmm.training.loop import keep_freed_memory, make_optimizer, training_loss, use_bfloat16
+from cnmm.training.recipes import recipe
 
 WAYS: dict[str, dict[str, object]] = {
     "sampled": {"gates": "relaxed", "group": 1, "ladder_start": 1.0},

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
-from cnmm.latency import machine
+from cnmm._machine import machine
 
 NUM_POINTS = 16
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cnmm.chain import Chain, to_network, to_sequence
-from cnmm.checkpoint import load, save
 from cnmm.config import MixtureConfig
 from cnmm.cost import Cost, CostTable
 from cnmm.lattice import Dag, Lattice, OperatingPoint, full_dag, network_point
 from cnmm.prune import cutting_order, named_point
+from cnmm.run_folder import load, save
 from cnmm.zoo import create_model, list_models, model_plan, register_model
 
 if TYPE_CHECKING:
-    from cnmm.export import export_ladder, export_onnx
+    from cnmm.evaluation.measure import measure
+    from cnmm.export.ladder import export_ladder, export_onnx
+    from cnmm.export.slim import SlimNetwork, load_slim, save_slim, slim
     from cnmm.frontier import Frontier
-    from cnmm.measure import measure
-    from cnmm.session import Prediction, Session
-    from cnmm.slim import SlimNetwork, load_slim, save_slim, slim
+    from cnmm.runtime.session import Prediction, Session
 
 __version__ = "0.1.0"
 
@@ -57,15 +55,15 @@ __all__ = [
 
 _LATER = {
     "Frontier": "frontier",
-    "Prediction": "session",
-    "Session": "session",
-    "SlimNetwork": "slim",
-    "export_ladder": "export",
-    "export_onnx": "export",
-    "load_slim": "slim",
-    "measure": "measure",
-    "save_slim": "slim",
-    "slim": "slim",
+    "Prediction": "runtime.session",
+    "Session": "runtime.session",
+    "SlimNetwork": "export.slim",
+    "export_ladder": "export.ladder",
+    "export_onnx": "export.ladder",
+    "load_slim": "export.slim",
+    "measure": "evaluation.measure",
+    "save_slim": "export.slim",
+    "slim": "export.slim",
 }
 """Names that need numpy or torch, and the module that has them: imported when they are first used."""
 
@@ -76,14 +74,3 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"cnmm.{_LATER[name]}"), name)
-
-
-class _Package(ModuleType):
-    """`cnmm.measure` and `cnmm.slim` are functions, also once the modules of these names have been imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        same = isinstance(value, ModuleType) and _LATER.get(name) == name
-        super().__setattr__(name, getattr(value, name) if same else value)
-
-
-sys.modules[__name__].__class__ = _Package

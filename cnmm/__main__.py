@@ -2,6 +2,6 @@
 
 import sys
 
-from cnmm.cli import main
+from cnmm.cli.main import main
 
 sys.exit(main())

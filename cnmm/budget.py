@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+from cnmm._errors import UserError
+
 BudgetKind = Literal["macs", "ms", "percent", "quality"]
 
 ALLOWED = "60M, 1.5G or 800k (macs), 25ms, 40% (of the full mixture's macs), acc:0.92 or miou:0.55"
@@ -36,10 +38,10 @@ def parse_budget(text: str | int | float | Budget) -> Budget:
     if isinstance(text, Budget):
         return text
     if isinstance(text, bool) or not isinstance(text, str | int | float):
-        raise ValueError(f"budget {text!r}: allowed are {ALLOWED}")
+        raise UserError(f"budget {text!r}: allowed are {ALLOWED}")
     if not isinstance(text, str):
         if not (math.isfinite(text) and text > 0):
-            raise ValueError(f"budget {text!r}: a positive number of macs is needed; allowed are {ALLOWED}")
+            raise UserError(f"budget {text!r}: a positive number of macs is needed; allowed are {ALLOWED}")
         return Budget(kind="macs", value=text, text=str(text))
     plain = text.strip().lower().replace(",", "").replace("_", "")
     if match := re.fullmatch(rf"{_NUMBER} ?([kmg]?)", plain):
@@ -50,13 +52,13 @@ def parse_budget(text: str | int | float | Budget) -> Budget:
         return _checked("percent", float(match[1]), text)
     if match := re.fullmatch(rf"(?:acc|miou):{_NUMBER}", plain):
         return _checked("quality", float(match[1]), text)
-    raise ValueError(f"budget {text!r}: allowed are {ALLOWED}")
+    raise UserError(f"budget {text!r}: allowed are {ALLOWED}")
 
 
 def _checked(kind: BudgetKind, value: float, text: str) -> Budget:
     if kind == "quality":
         if value > 1:
-            raise ValueError(f"budget {text!r}: a quality lies between 0 and 1; try {text.partition(':')[0]}:0.92")
+            raise UserError(f"budget {text!r}: a quality lies between 0 and 1; try {text.partition(':')[0]}:0.92")
     elif value == 0:
-        raise ValueError(f"budget {text!r}: nothing costs nothing; allowed are {ALLOWED}")
+        raise UserError(f"budget {text!r}: nothing costs nothing; allowed are {ALLOWED}")
     return Budget(kind=kind, value=value, text=text.strip())

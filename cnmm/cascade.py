@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from cnmm._errors import UserError
 from cnmm.cost import CostTable
-from cnmm.graph import cascade_graph
+from cnmm.export.graph import cascade_graph
 from cnmm.lattice import OperatingPoint
 
 
@@ -58,16 +59,14 @@ class Cascade:
             lists = {field: tuple(int(value) for value in data[field]) for field in ("exits", "macs")}
             found = cls(point=data["point"], thresholds=rows, n=int(data["n"]), split=data["split"], **lists)
         except KeyError as error:
-            raise ValueError(
-                f"its cascade has no {error.args[0]!r}; measure it again with: cnmm frontier RUN"
-            ) from None
+            raise UserError(f"its cascade has no {error.args[0]!r}; measure it again with: cnmm frontier RUN") from None
         except (TypeError, ValueError) as error:
-            raise ValueError(f"not a cascade: {error!r}") from None
+            raise UserError(f"not a cascade: {error!r}") from None
         num = len(found.exits)
         if not rows or not num or len(found.macs) != num:
-            raise ValueError("not a cascade: it needs exits, their macs and thresholds")
+            raise UserError("not a cascade: it needs exits, their macs and thresholds")
         if any(len(row.confidence) != num - 1 or len(row.exits) != num for row in rows):
-            raise ValueError(f"not a cascade: thresholds of {num} exits have {num - 1} confidences and {num} shares")
+            raise UserError(f"not a cascade: thresholds of {num} exits have {num - 1} confidences and {num} shares")
         return found
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cnmm._errors import UserError
 from cnmm.lattice import Dag, Edge, Network, path_edges
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Chain:
     def __init__(self, dag: Dag, logits: Sequence[float] | torch.Tensor) -> None:
         size = len(logits) if isinstance(logits, Sequence) else logits.shape[-1]
         if size != len(dag.edges):
-            raise ValueError(f"{size} gate logits: {len(dag.edges)} are needed, one for each edge")
+            raise UserError(f"{size} gate logits: {len(dag.edges)} are needed, one for each edge")
         self.dag = dag
         self.logits = logits
 
@@ -61,7 +62,7 @@ class Chain:
         total: Value = 0.0
         for i, j in path_edges(network):
             if i not in inputs.get(j, ()):
-                raise ValueError(f"network {network}: edge {i}->{j} does not exist here")
+                raise UserError(f"network {network}: edge {i}->{j} does not exist here")
             base, *choices = inputs[j]
             for newer in reversed([k for k in choices if k > i]):
                 total = total + _log_sigmoid(-logits[newer, j])
@@ -102,7 +103,7 @@ class Chain:
         import torch
 
         if not temperature > 0:
-            raise ValueError(f"temperature={temperature}: a positive number is needed")
+            raise UserError(f"temperature={temperature}: a positive number is needed")
         logits = self._tensor()
         tiny = torch.finfo(logits.dtype).tiny
         uniform = _uniform(shape, logits, generator)
@@ -181,10 +182,10 @@ def to_network(sequence: Sequence[int]) -> Network:
     """The network that a sequence s_0:T encodes; only sequences with s_{t-1} in {t-1, s_t} encode one."""
     last = len(sequence) - 1
     if last < 1 or sequence[0] != 0 or sequence[-1] != last:
-        raise ValueError(f"sequence {tuple(sequence)}: it must start with 0 and end with its last position, {last}")
+        raise UserError(f"sequence {tuple(sequence)}: it must start with 0 and end with its last position, {last}")
     for t in range(1, last + 1):
         if sequence[t - 1] not in (t - 1, sequence[t]):
-            raise ValueError(
+            raise UserError(
                 f"sequence {tuple(sequence)}: s_{t - 1}={sequence[t - 1]} must be {t - 1} or s_{t}={sequence[t]}"
             )
     return tuple(sorted(set(sequence)))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from cnmm._errors import UserError
 from cnmm.config import Device
 
 _paused = False
@@ -38,15 +39,15 @@ def start(asked: Device = "auto") -> torch.device:
 def pick_device(asked: str = "auto") -> torch.device:
     """The CPU, or the GPU that belongs to this process: the one of its number on this machine."""
     if asked not in get_args(Device):
-        raise ValueError(f"device={asked!r}: allowed are {', '.join(get_args(Device))}")
+        raise UserError(f"device={asked!r}: allowed are {', '.join(get_args(Device))}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not gpus:
-        raise ValueError(f"device='cuda': torch {torch.__version__} finds no GPU here; allowed are auto and cpu")
+        raise UserError(f"device='cuda': torch {torch.__version__} finds no GPU here; allowed are auto and cpu")
     if asked == "cpu" or not gpus:
         return torch.device("cpu")
     number = int(os.environ.get("LOCAL_RANK", "0"))
     if number >= gpus:
-        raise ValueError(
+        raise UserError(
             f"there are {gpus} GPUs for {local_size()} processes; use --nproc-per-node {gpus}, or --device cpu"
         )
     return torch.device("cuda", number)

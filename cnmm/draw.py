@@ -15,13 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cnmm._errors import INSTALL_TRAIN, UserError
+from cnmm._files import write_atomically
 from cnmm.chain import count_networks
-from cnmm.checkpoint import write_atomically
 from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable, short_count
 from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
 from cnmm.prune import Mixable
-from cnmm.zoo import INSTALL_TRAIN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,9 +77,9 @@ def save_picture(figure: Figure, path: str | Path) -> None:
     try:
         write_atomically(path, data)
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it with: mkdir -p {path.parent}") from None
+        raise UserError(f"{path}: there is no folder {path.parent}; make it with: mkdir -p {path.parent}") from None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror}); choose another file or folder") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another file or folder") from None
 
 
 def picture(figure: Figure, suffix: str) -> bytes:
@@ -96,7 +96,7 @@ def picture(figure: Figure, suffix: str) -> bytes:
 def check_suffix(path: Path) -> str:
     """The suffix of a picture, if it is one that can be written."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path}: pictures are {' or '.join(SUFFIXES)}; try {path.with_suffix(SUFFIXES[0])}")
+        raise UserError(f"{path}: pictures are {' or '.join(SUFFIXES)}; try {path.with_suffix(SUFFIXES[0])}")
     return path.suffix.lower()
 
 
@@ -105,7 +105,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ValueError(f"drawing needs matplotlib, which is missing; install it with: {INSTALL_TRAIN}") from None
+        raise UserError(f"drawing needs matplotlib, which is missing; install it with: {INSTALL_TRAIN}") from None
     return matplotlib
 
 
@@ -113,7 +113,7 @@ def _check_point(config: MixtureConfig, point: OperatingPoint | None) -> None:
     unknown = sorted(point.edges - set(build_lattice(config).edges)) if point else []
     if point and unknown:
         i, j = unknown[0]
-        raise ValueError(
+        raise UserError(
             f"point {point.name!r} has edge {i}->{j}, which {config.name!r} does not; take points from "
             "cutting_order(model, exit=...) of the same model"
         )

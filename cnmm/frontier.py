@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from cnmm._errors import UserError
+from cnmm._files import FORMAT_VERSION, write_json
 from cnmm.budget import Budget, parse_budget
 from cnmm.cascade import Cascade
-from cnmm.checkpoint import write_json
-from cnmm.config import FORMAT_VERSION
 
 FRONTIER_FILE = "frontier.json"
 LADDER_FILE = "ladder.json"
@@ -67,11 +67,11 @@ class Frontier:
 
     def __post_init__(self) -> None:
         if not self.points:
-            raise ValueError("a frontier needs at least one measured point")
+            raise UserError("a frontier needs at least one measured point")
         names = [point.point for point in self.points]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"point {name!r} occurs twice; every point may occur once")
+                raise UserError(f"point {name!r} occurs twice; every point may occur once")
         best = {point.point for point in _envelope(self.points)}
         marked = (dataclasses.replace(point, on_envelope=point.point in best) for point in self.points)
         object.__setattr__(self, "points", tuple(sorted(marked, key=_by_macs)))
@@ -81,7 +81,7 @@ class Frontier:
         for point in self.points:
             if point.point == name:
                 return point
-        raise ValueError(f"point {name!r} was not measured; measured are {', '.join(p.point for p in self.points)}")
+        raise UserError(f"point {name!r} was not measured; measured are {', '.join(p.point for p in self.points)}")
 
     def envelope(self) -> tuple[FrontierPoint, ...]:
         """The points that are better than every cheaper one, cheapest first."""
@@ -102,7 +102,7 @@ class Frontier:
         if not fitting:
             cheapest = self.points[0]
             share = f" ({100 * cheapest.macs / self.full_macs:.1f}%)" if wanted.kind == "percent" else ""
-            raise ValueError(
+            raise UserError(
                 f"budget {wanted.text!r}: no point is that cheap; "
                 f"the cheapest is {cheapest.point} with {cheapest.macs:,} macs{share}"
             )
@@ -113,20 +113,20 @@ class Frontier:
             if point.accuracy >= wanted.value:
                 return point
         best = self.envelope()[-1]
-        raise ValueError(
+        raise UserError(
             f"budget {wanted.text!r}: no point is that good; the best is {best.point} with {best.accuracy:.4f}"
         )
 
     def _fast_enough(self, wanted: Budget, latency: Mapping[str, float]) -> FrontierPoint:
         timed = [point for point in self.points if point.point in latency]
         if not timed:
-            raise ValueError(
+            raise UserError(
                 f"budget {wanted.text!r}: no latency was measured on this machine; measure it with: cnmm bench"
             )
         fitting = [point for point in timed if latency[point.point] <= wanted.value]
         if not fitting:
             fastest = min(timed, key=lambda point: latency[point.point])
-            raise ValueError(
+            raise UserError(
                 f"budget {wanted.text!r}: no point is that fast; "
                 f"the fastest is {fastest.point} with {latency[fastest.point]:.3g} ms"
             )
@@ -138,7 +138,7 @@ class Frontier:
         If the envelope has fewer points, all of them.
         """
         if num < 1:
-            raise ValueError(f"a ladder of {num} points: at least 1 is needed")
+            raise UserError(f"a ladder of {num} points: at least 1 is needed")
         envelope = self.envelope()
         if num >= len(envelope):
             return envelope
@@ -166,18 +166,18 @@ class Frontier:
     def from_dict(cls, data: object) -> Self:
         """Checks every field; fields of later versions are ignored."""
         if not isinstance(data, Mapping):
-            raise ValueError("an object with 'model', 'full_macs' and 'points' is needed")
+            raise UserError("an object with 'model', 'full_macs' and 'points' is needed")
         if data.get("format_version") != FORMAT_VERSION:
-            raise ValueError(
+            raise UserError(
                 f"format_version={data.get('format_version')!r}, this version of cnmm reads {FORMAT_VERSION}; "
                 "upgrade with: pip install -U cnmm"
             )
         points = data.get("points")
         if not isinstance(points, Sequence) or isinstance(points, str) or not points:
-            raise ValueError("'points' must be a list of one or more measured points")
+            raise UserError("'points' must be a list of one or more measured points")
         cascade = data.get("cascade") if data.get("kind") != "ladder" else None  # a ladder's has files: see cnmm.ladder
         if not isinstance(cascade, Mapping | None):
-            raise ValueError("'cascade' must be an object or null")
+            raise UserError("'cascade' must be an object or null")
         return cls(
             model=_checked(data, "model", ""),
             full_macs=_checked(data, "full_macs", ""),
@@ -195,9 +195,9 @@ class Frontier:
         try:
             return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
         except FileNotFoundError:
-            raise ValueError(f"{path}: there is no such file; `cnmm frontier RUN --data ...` makes one") from None
+            raise UserError(f"{path}: there is no such file; `cnmm frontier RUN --data ...` makes one") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: no frontier that can be read: {error}") from None
+            raise UserError(f"{path}: no frontier that can be read: {error}") from None
 
 
 def find_frontier(folder: str | Path) -> Frontier:
@@ -206,8 +206,8 @@ def find_frontier(folder: str | Path) -> Frontier:
         if (Path(folder) / name).is_file():
             return Frontier.load(Path(folder) / name)
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: there is no such folder; a run folder or a ladder folder is needed")
-    raise ValueError(f"{folder}: its frontier is not measured yet; do so with: cnmm frontier {folder} --data KIND:DIR")
+        raise UserError(f"{folder}: there is no such folder; a run folder or a ladder folder is needed")
+    raise UserError(f"{folder}: its frontier is not measured yet; do so with: cnmm frontier {folder} --data KIND:DIR")
 
 
 def _by_macs(point: FrontierPoint) -> tuple[int, float, str]:
@@ -266,7 +266,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 def _read_point(entry: object, number: int) -> FrontierPoint:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"points[{number}] must be an object")
+        raise UserError(f"points[{number}] must be an object")
     fields = {
         this.name: _checked(entry, this.name, f"points[{number}].")
         for this in dataclasses.fields(FrontierPoint)
@@ -280,5 +280,5 @@ def _checked(data: Mapping[str, Any], name: str, where: str) -> Any:
     value = data.get(name)
     if not check(value):
         found = repr(value) if name in data else "missing"
-        raise ValueError(f"{where}{name} is {found[:80]}; {words} is needed")
+        raise UserError(f"{where}{name} is {found[:80]}; {words} is needed")
     return value

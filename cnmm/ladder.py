@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cnmm._errors import UserError
 from cnmm.cascade import Threshold
 from cnmm.frontier import LADDER_FILE, Frontier
 
@@ -40,9 +41,9 @@ class Stage:
         try:
             data = self.path.read_bytes()
         except OSError as error:
-            raise ValueError(f"{self.path}: cannot be read ({error.strerror}); export the ladder again") from None
+            raise UserError(f"{self.path}: cannot be read ({error.strerror}); export the ladder again") from None
         if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise ValueError(f"{self.path}: not the file that {LADDER_FILE} names (sha256); export the ladder again")
+            raise UserError(f"{self.path}: not the file that {LADDER_FILE} names (sha256); export the ladder again")
         return data
 
 
@@ -63,11 +64,11 @@ class StagedCascade:
     def confidence(self, average_macs: float) -> tuple[float, ...]:
         """What each early exit asks for if so many macs per image are spent on average, interpolated in the table."""
         if not self.thresholds:
-            raise ValueError("the ladder's thresholds were not calibrated; ask by confidence, or export it again")
+            raise UserError("the ladder's thresholds were not calibrated; ask by confidence, or export it again")
         table = self.thresholds
         if average_macs < table[0].average_macs:
             least = f"{math.ceil(table[0].average_macs):,}"
-            raise ValueError(f"average_macs={average_macs:,.0f}: the least that early exits can spend is {least}")
+            raise UserError(f"average_macs={average_macs:,.0f}: the least that early exits can spend is {least}")
         for low, high in itertools.pairwise(table):
             if average_macs < high.average_macs:
                 part = (average_macs - low.average_macs) / (high.average_macs - low.average_macs)
@@ -103,22 +104,22 @@ def read_ladder(folder: str | Path) -> Ladder:
     try:
         data = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
+        raise UserError(
             f"{folder}: no ladder folder, {LADDER_FILE} is missing; make one with: cnmm export RUN --ladder 8 -o DIR"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {error}") from None
     try:
         return _read_manifest(folder, data)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def _read_manifest(folder: Path, data: Any) -> Ladder:
     frontier = Frontier.from_dict({**data, "cascade": None} if _is_object(data) else data)  # ours has files
     for name, wanted in (("kind", "ladder"), ("task", "classification")):
         if data.get(name) != wanted:
-            raise ValueError(f"{name} is {data.get(name)!r}; {wanted!r} is needed")
+            raise UserError(f"{name} is {data.get(name)!r}; {wanted!r} is needed")
     precision = _get(data, "precision", lambda value: value in ("float32", "int8"), "'float32' or 'int8'")
     classes = _get(data, "classes", _is_texts, "a list of names")
     size = _get(data, "input", _is_object, "an object")
@@ -143,28 +144,28 @@ def _read_manifest(folder: Path, data: Any) -> Ladder:
 
 def _read_cascade(folder: Path, data: Any) -> StagedCascade:
     if not _is_object(data):
-        raise ValueError("cascade must be an object or null")
+        raise UserError("cascade must be an object or null")
     where = "cascade."
     entries = _get(data, "stages", _is_objects, "a list of stages", where)
     stages = tuple(_read_stage(folder, entry, f"{where}stages[{n}].", True) for n, entry in enumerate(entries))
     if not stages:
-        raise ValueError("cascade.stages is empty; one stage per exit is needed")
+        raise UserError("cascade.stages is empty; one stage per exit is needed")
     known = {IMAGE}
     for number, stage in enumerate(stages):
         missing = [name for name in stage.inputs if name not in known]
         if missing:
-            raise ValueError(f"{where}stages[{number}] reads {missing[0]!r}, which no earlier stage makes")
+            raise UserError(f"{where}stages[{number}] reads {missing[0]!r}, which no earlier stage makes")
         if stage.outputs[:1] != (PROBABILITIES,) or known & set(stage.outputs):
-            raise ValueError(f"{where}stages[{number}].outputs must begin with {PROBABILITIES!r}, then new names")
+            raise UserError(f"{where}stages[{number}].outputs must begin with {PROBABILITIES!r}, then new names")
         known |= set(stage.outputs[1:])
     exits = [stage.exit for stage in stages]
     if exits != sorted(set(exits)):
-        raise ValueError(f"{where}stages have the exits {exits}; they must ascend")
+        raise UserError(f"{where}stages have the exits {exits}; they must ascend")
     rows = _get(data, "thresholds", _is_objects, "a list of thresholds", where)
     thresholds = tuple(_read_threshold(row, len(stages), f"{where}thresholds[{n}].") for n, row in enumerate(rows))
     averages = [row.average_macs for row in thresholds]
     if averages != sorted(averages):
-        raise ValueError(f"{where}thresholds must ascend by average_macs")
+        raise UserError(f"{where}thresholds must ascend by average_macs")
     point = _get(data, "point", _is_text, "a name", where)
     return StagedCascade(point=point, stages=stages, thresholds=thresholds)
 
@@ -202,7 +203,7 @@ def _get(data: Mapping[str, Any], name: str, check: Callable[[Any], bool], words
     value = data.get(name)
     if not check(value):
         found = repr(value)[:80] if name in data else "missing"
-        raise ValueError(f"{where}{name} is {found}; {words} is needed")
+        raise UserError(f"{where}{name} is {found}; {words} is needed")
     return value
 
 

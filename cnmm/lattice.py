@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from cnmm._errors import UserError
 from cnmm.config import MixtureConfig
 
 Edge = tuple[int, int]
@@ -31,13 +32,13 @@ class Dag:
 
     def __post_init__(self) -> None:
         if len(self.inputs) < 2 or self.inputs[0]:
-            raise ValueError(f"inputs={self.inputs!r}: node 0 (the image) has no inputs and at least node 1 follows it")
+            raise UserError(f"inputs={self.inputs!r}: node 0 (the image) has no inputs and at least node 1 follows it")
         for node, sources in enumerate(self.inputs[1:], start=1):
             if not sources or list(sources) != sorted(set(sources)) or sources[0] < 0 or sources[-1] >= node:
-                raise ValueError(f"inputs[{node}]={sources!r}: one or more older nodes are needed, oldest first")
+                raise UserError(f"inputs[{node}]={sources!r}: one or more older nodes are needed, oldest first")
         first = self.inputs[-1][0]
         if not self.exits or list(self.exits) != sorted(set(self.exits)) or self.exits[0] < first:
-            raise ValueError(
+            raise UserError(
                 f"exits={self.exits!r}: increasing nodes are needed, none before the output's input {first}"
             )
 
@@ -85,14 +86,14 @@ class Dag:
         if exit is None:
             return self.num_exits
         if exit not in range(1, self.num_exits + 1):
-            raise ValueError(f"exit={exit!r}: allowed are the exits 1 to {self.num_exits}")
+            raise UserError(f"exit={exit!r}: allowed are the exits 1 to {self.num_exits}")
         return exit
 
 
 def full_dag(depth: int) -> Dag:
     """The dense graph of section 3: nodes 0..T with all T(T+1)/2 edges; exit t bounds the depth by t."""
     if depth < 1:
-        raise ValueError(f"depth={depth}: at least 1 is needed")
+        raise UserError(f"depth={depth}: at least 1 is needed")
     return Dag(inputs=tuple(tuple(range(node)) for node in range(depth + 1)), exits=tuple(range(depth)))
 
 
@@ -164,9 +165,7 @@ class OperatingPoint:
 
     def __post_init__(self) -> None:
         if not self.edges:
-            raise ValueError(
-                f"operating point {self.name!r} has no edges; take one from cutting_order(model, exit=...)"
-            )
+            raise UserError(f"operating point {self.name!r} has no edges; take one from cutting_order(model, exit=...)")
 
     def __repr__(self) -> str:
         return f"OperatingPoint({self.name!r}, exit={self.exit}, {len(self.edges)} edges)"
@@ -179,9 +178,9 @@ def network_point(dag: Dag, network: Network, exit: int | None = None) -> Operat
     allowed = dag.exit_edges(exit)
     for edge in edges:
         if edge not in allowed:
-            raise ValueError(f"network {network}: edge {edge[0]}->{edge[1]} does not exist at exit {exit}")
+            raise UserError(f"network {network}: edge {edge[0]}->{edge[1]} does not exist at exit {exit}")
     if network[0] != 0 or network[-1] != dag.output:
-        raise ValueError(f"network {network}: it must lead from 0 to {dag.output}")
+        raise UserError(f"network {network}: it must lead from 0 to {dag.output}")
     return OperatingPoint(exit=exit, edges=frozenset(edges), name=f"e{exit}n{'-'.join(map(str, network))}")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cnmm import blocks
+from cnmm._errors import UserError
 from cnmm.chain import Chain, initial_logits
 from cnmm.config import Gates, MixtureConfig, check_input_size
 from cnmm.cost import classifier_sizes
@@ -104,7 +105,7 @@ class Mixture(nn.Module):
     def chain(self) -> Chain:
         """The distribution over networks that the gates define."""
         if self.config.mixing == "sum":
-            raise ValueError("mixing='sum' has no gates, so no distribution over networks and no cutting")
+            raise UserError("mixing='sum' has no gates, so no distribution over networks and no cutting")
         return Chain(self.lattice, self.gate_logits)
 
     def forward(
@@ -174,9 +175,9 @@ class Mixture(nn.Module):
     ) -> Tensor:
         """Class probabilities averaged over samples of the gates, drawn anew for each image (the paper's table 1)."""
         if num_samples < 1:
-            raise ValueError(f"num_samples={num_samples}: at least 1 is needed")
+            raise UserError(f"num_samples={num_samples}: at least 1 is needed")
         if self.training:
-            raise ValueError("monte_carlo uses the running statistics; call model.eval() first")
+            raise UserError("monte_carlo uses the running statistics; call model.eval() first")
         total = torch.zeros((), device=x.device)
         for _ in range(num_samples):
             logits = self(
@@ -196,15 +197,15 @@ class Mixture(nn.Module):
             return self.lattice.exit_edges()
         unknown = sorted(point.edges - set(self.lattice.edges))
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"point {point.name!r} has edge {unknown[0][0]}->{unknown[0][1]}, which {self.config.name!r} does not; "
                 "take points from cutting_order(model, exit=...) of the same model"
             )
         if self.config.mixing == "sum" and point.edges != self.lattice.exit_edges(point.exit):
-            raise ValueError(f"point {point.name!r}: mixing='sum' has no cutting; use the full exit, e{point.exit}c0")
+            raise UserError(f"point {point.name!r}: mixing='sum' has no cutting; use the full exit, e{point.exit}c0")
         live = self.lattice.exit_edges(point.exit, point.edges)
         if not live:
-            raise ValueError(f"point {point.name!r}: its edges do not lead from the image to exit {point.exit}")
+            raise UserError(f"point {point.name!r}: its edges do not lead from the image to exit {point.exit}")
         return live
 
     def _width(self, node: int) -> int:
@@ -223,16 +224,16 @@ class Mixture(nn.Module):
         num, num_edges = x.shape[0], len(self.lattice.edges)
         if self.config.mixing == "sum":
             if isinstance(gates, Tensor) or gates != "expectation":
-                raise ValueError("mixing='sum' has no gates to sample; leave gates='expectation'")
+                raise UserError("mixing='sum' has no gates to sample; leave gates='expectation'")
             return None
         if group is not None and group < 1:
-            raise ValueError(f"group={group}: a number of images of at least 1, or None for the whole batch")
+            raise UserError(f"group={group}: a number of images of at least 1, or None for the whole batch")
         group = min(group or num, num)
         draws = -(-num // group)
         if isinstance(gates, Tensor):
             values = gates.expand(1, -1) if gates.dim() == 1 else gates
             if values.shape not in ((1, num_edges), (draws, num_edges)):
-                raise ValueError(
+                raise UserError(
                     f"gates of shape {tuple(gates.shape)}: ({num_edges},) or ({draws}, {num_edges}) is needed for "
                     f"{num} images in groups of {group}"
                 )
@@ -243,9 +244,7 @@ class Mixture(nn.Module):
         elif gates == "hard":
             values = self.chain.sample((draws,), generator=generator)
         else:
-            raise ValueError(
-                f"gates={gates!r}: allowed are 'expectation', 'relaxed', 'hard' or a tensor of gate values"
-            )
+            raise UserError(f"gates={gates!r}: allowed are 'expectation', 'relaxed', 'hard' or a tensor of gate values")
         if values.shape[0] == 1:
             return values
         equal = math.gcd(num, group)  # groups of equal size, where the last one would be smaller
@@ -255,9 +254,9 @@ class Mixture(nn.Module):
         config = self.config
         if x.dim() != 4 or not x.is_floating_point():
             wanted = f"float images [N, {config.in_chans}, height, width] are needed"
-            raise ValueError(f"images of shape {tuple(x.shape)} and type {x.dtype}: {wanted}")
+            raise UserError(f"images of shape {tuple(x.shape)} and type {x.dtype}: {wanted}")
         if x.shape[1] != config.in_chans:
-            raise ValueError(
+            raise UserError(
                 f"images with {x.shape[1]} channels: {config.name!r} takes {config.in_chans}; convert the images or "
                 f"create_model(..., in_chans={x.shape[1]})"
             )
@@ -267,7 +266,7 @@ class Mixture(nn.Module):
         single = config.task == "classification" or math.prod(map_sizes(config, size)[-1]) == 1
         least = 2 if self.training and single else 1
         if x.shape[0] < least:
-            raise ValueError(f"a batch of {x.shape[0]} images: training needs at least {least}, or call model.eval()")
+            raise UserError(f"a batch of {x.shape[0]} images: training needs at least {least}, or call model.eval()")
 
     def _run(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Literal, Protocol, get_args
 
+from cnmm._errors import UserError
 from cnmm.chain import Chain, break_sticks, flow
 from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
@@ -35,7 +36,7 @@ class Mixable(Protocol):
 def cutting_order(model: Mixable, exit: int | None = None, *, rule: Rule = "flow") -> list[OperatingPoint]:
     """All operating points of an exit: the k-th has k cuts, the last is a single network."""
     if rule not in get_args(Rule):
-        raise ValueError(f"rule={rule!r}: allowed are {', '.join(get_args(Rule))}")
+        raise UserError(f"rule={rule!r}: allowed are {', '.join(get_args(Rule))}")
     lattice = build_lattice(model.config)
     exit = check_classifier(model.config, lattice, exit)
     letter = next(letter for letter, name in _LETTERS.items() if name == rule)
@@ -52,14 +53,14 @@ def named_point(model: Mixable, name: str) -> OperatingPoint:
     """The operating point of a name like "e5c37": exit 5, 37 cuts by the flow rule ("m": flow per mac, "a": mean)."""
     match = re.fullmatch(r"e(\d+)([cma])(\d+)", name)
     if not match:
-        raise ValueError(f"point {name!r}: a name like e5c37 is needed (exit 5, 37 cuts; m instead of c: flow per mac)")
+        raise UserError(f"point {name!r}: a name like e5c37 is needed (exit 5, 37 cuts; m instead of c: flow per mac)")
     exit, letter, cuts = int(match[1]), match[2], int(match[3])
     numbers = model.config.exit_numbers
     if exit not in numbers:
-        raise ValueError(f"point {name!r}: there is no exit {exit}; allowed are {', '.join(map(str, numbers))}")
+        raise UserError(f"point {name!r}: there is no exit {exit}; allowed are {', '.join(map(str, numbers))}")
     order = cutting_order(model, exit, rule=_LETTERS[letter])
     if cuts >= len(order):
-        raise ValueError(
+        raise UserError(
             f"point {name!r}: exit {exit} has 0 to {len(order) - 1} cuts; try e{exit}{letter}{len(order) - 1}"
         )
     return order[cuts]
@@ -69,7 +70,7 @@ def check_classifier(config: MixtureConfig, dag: Dag, exit: int | None) -> int:
     """The exit's number, if it has a classifier; None is the last exit."""
     exit = dag.check_exit(exit)
     if exit not in config.exit_numbers:
-        raise ValueError(f"exit={exit}: this mixture has one final classifier only; use exit={config.blocks}")
+        raise UserError(f"exit={exit}: this mixture has one final classifier only; use exit={config.blocks}")
     return exit
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from cnmm._errors import INSTALL_TRAIN, UserError
 from cnmm.chain import Chain, initial_logits
 from cnmm.config import MixtureConfig
 from cnmm.lattice import build_lattice
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from cnmm.mixture import Mixture
 
 _REGISTRY: dict[str, Callable[[], MixtureConfig]] = {}
-
-INSTALL_TRAIN = 'pip install "cnmm[train]"'
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def model_plan(name: str, **overrides: Any) -> Plan:
         if field not in allowed:
             near = difflib.get_close_matches(field, allowed, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown option {field!r}: allowed are {', '.join(allowed)}{hint}")
+            raise UserError(f"unknown option {field!r}: allowed are {', '.join(allowed)}{hint}")
     return Plan(dataclasses.replace(config, **overrides))
 
 
@@ -80,7 +79,7 @@ def require_torch() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ValueError(f"this needs torch, which is not installed; install it with: {INSTALL_TRAIN}") from None
+        raise UserError(f"this needs torch, which is not installed; install it with: {INSTALL_TRAIN}") from None
     return mixture
 
 
@@ -89,7 +88,7 @@ def _check_name(name: str) -> None:
         return
     near = difflib.get_close_matches(re.sub(r"[-. ]", "_", name.lower()), _REGISTRY, 3, 0.5)
     hint = f"nearest are {', '.join(near)}" if near else f"allowed are {', '.join(list_models())}"
-    raise ValueError(f"unknown model {name!r}: {hint}; `cnmm models` lists all")
+    raise UserError(f"unknown model {name!r}: {hint}; `cnmm models` lists all")
 
 
 @register_model

@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 import cnmm
-from cnmm.checkpoint import start_run
+from cnmm.cli.budgets import MeasuringBar, measure_run, write_frontier
+from cnmm.cli.training import TrainingBar, describe
 from cnmm.cost import short_count
 from cnmm.data import DataSet, open_data
 from cnmm.draw import draw_lattice, save_picture
 from cnmm.frontier import Frontier
-from cnmm.recipes import recipe
-from cnmm.runs import Run
-from cnmm.train import train
-from cnmm.verbs import TrainingBar, describe
-from cnmm.verbs_budget import MeasuringBar, measure_run, write_frontier
+from cnmm.run import Run
+from cnmm.run_folder import start_run
+from cnmm.training.loop import train
+from cnmm.training.recipes import recipe
 
 FOLDER = Path("demo")
 MODEL = "cnmm_tiny"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cnmm
-from cnmm.runs import Run
+from cnmm.run import Run
 
 MODELS = Path(__file__).parent.parent / "models"
 FOLDERS = [pytest.param(folder, id=folder.name) for folder in sorted(MODELS.iterdir())]

@@ -9,94 +9,44 @@ from pathlib import Path
 import pytest
 
 import cnmm
-from cnmm.cli import shape_text, summary
+from cnmm.cli.main import shape_text, summary
 from cnmm.cost import short_count
 from cnmm.zoo import describe_model
+from tests.imports import HEAVY, MAY_IMPORT, TORCH_FREE_PAPER, WITHOUT_TORCH, edges, imports, levels, modules, room
 
 ROOT = Path(__file__).parent.parent
-LAYERS = [
-    "config",
-    "lattice",
-    "chain",
-    "cost",
-    "prune",
-    "distributed",
-    "blocks",
-    "mixture",
-    "zoo",
-    "recipes",
-    "checkpoint",
-    "graph",
-    "cascade",
-    "budget",
-    "frontier",
-    "latency",
-    "ladder",
-    "blocked",
-    "runtime",
-    "early_exit",
-    "session",
-    "evaluate",
-    "train",
-    "calibrate",
-    "measure",
-    "slim",
-    "onnx_graph",
-    "export",
-    "runs",
-    "draw",
-    "plot",
-    "report",
-    "terminal",
-    "verbs",
-    "verbs_budget",
-    "verbs_export",
-    "verbs_serve",
-    "cli",
-    "__main__",
-]
-"""From the bottom to the top. A module imports only from modules below it; `data` stands apart."""
-WITH_NUMPY = {"runtime", "early_exit", "session", "onnx_graph", "export"}
-WITH_TORCH = {"distributed", "blocks", "mixture", "evaluate", "train", "calibrate", "measure", "slim", "runs", "report"}
-WITHOUT_TORCH = set(LAYERS) - WITH_TORCH
 
 
-def imports(path, *, top_level_only=False):
-    tree = ast.parse(path.read_text("utf-8"))
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "cnmm")
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+def test_every_module_has_its_room():
+    for module in modules():
+        assert room(module) in MAY_IMPORT or module in ("__init__", "__main__"), module
 
 
-def test_every_module_has_its_layer():
-    modules = {path.stem for path in (ROOT / "cnmm").glob("*.py")} - {"__init__"}
-    assert modules == set(LAYERS)
+@pytest.mark.parametrize("module", sorted(set(modules()) - {"__init__", "__main__"}))
+def test_a_room_imports_only_what_it_may(module):
+    here = room(module)
+    for other in edges()[module]:
+        assert room(other) == here or room(other) in MAY_IMPORT[here], f"{module} imports {other}"
 
 
-@pytest.mark.parametrize("module", LAYERS)
-def test_imports_only_lead_downwards(module):
-    for name in imports(ROOT / "cnmm" / f"{module}.py"):
-        if name.startswith("cnmm.") and name.split(".")[1] in LAYERS:
-            other = name.split(".")[1]
-            # Annotations and create_model name what zoo and checkpoint build: looked up late, never at import.
-            if other == "mixture" and module in ("zoo", "checkpoint"):
-                continue
-            # A session makes the ladder of a run folder itself, where torch is installed.
-            if (module, other) == ("session", "runs"):
-                continue
-            assert LAYERS.index(other) < LAYERS.index(module), f"{module} imports {other}"
+def test_there_is_no_cycle():
+    assert levels()
 
 
-@pytest.mark.parametrize("module", sorted(WITHOUT_TORCH))
+@pytest.mark.parametrize("module", sorted(set(modules()) - {"__init__", "__main__"}))
 def test_light_modules_do_not_import_torch(module):
-    names = set(imports(ROOT / "cnmm" / f"{module}.py", top_level_only=True))
-    heavy = {"torch", "matplotlib", "safetensors", "onnxruntime", "openvino", "numpy"}
-    heavy -= {"numpy"} if module in WITH_NUMPY else set()
-    assert not {name.split(".")[0] for name in names} & heavy
+    if room(module) in WITHOUT_TORCH or module in TORCH_FREE_PAPER:
+        names = {name.split(".")[0] for name in imports(modules()[module], top_level_only=True)}
+        assert not names & HEAVY
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_modules_and_functions_are_short(module):
+    text = modules()[module].read_text("utf-8")
+    assert text.count("\n") <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno + 1 <= 60, node.name
 
 
 def test_importing_the_package_does_not_import_torch():

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 
 import cnmm
-from cnmm import cli
-from cnmm.checkpoint import save
+from cnmm.cli import main as cli
+from cnmm.cli.training import describe
 from cnmm.data import open_data
-from cnmm.recipes import recipe
-from cnmm.runs import Run
-from cnmm.slim import load_slim
-from cnmm.verbs import describe
+from cnmm.export.slim import load_slim
+from cnmm.run import Run
+from cnmm.run_folder import save
+from cnmm.training.recipes import recipe
 
 from .test_cli import ask, complaint
 

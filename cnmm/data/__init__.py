@@ -3,10 +3,10 @@
 `open_data("cifar10:DIR")` is the way in; `hold_out` sets validation images aside; `suggest_model` names a model.
 """
 
+from cnmm.data.dataset import ArraySplit, DataSet, Split, hold_out
 from cnmm.data.fashion import FASHION_CLASSES, fashion_sample
 from cnmm.data.images import FileSplit
-from cnmm.data.opening import MEMORY_LIMIT, open_data, suggest_model
-from cnmm.data.splits import ArraySplit, DataSet, Split, hold_out
+from cnmm.data.registry import MEMORY_LIMIT, open_data, suggest_model
 from cnmm.data.workers import Workers, num_workers
 
 __all__ = [

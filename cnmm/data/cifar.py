@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from cnmm.data.splits import ArraySplit, Images, Labels
+from cnmm._errors import UserError
+from cnmm.data.dataset import ArraySplit, Images, Labels
 
 HOME_PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 MAX_ROWS, NUM_VALUES = 60_000, 3 * 32 * 32
@@ -84,7 +85,7 @@ def read_cifar(kind: str, folder: Path) -> tuple[tuple[str, ...], ArraySplit, Ar
 def _check_size(path: Path, variant: Variant) -> None:
     size, _ = variant.files[path.name]
     if not path.is_file():
-        raise ValueError(f"{path} is missing; unpack {variant.archive} from {HOME_PAGE} and give the folder it makes")
+        raise UserError(f"{path} is missing; unpack {variant.archive} from {HOME_PAGE} and give the folder it makes")
     found = path.stat().st_size
     if found < size:
         raise _damaged(path, variant, f"is truncated: {found:,} of {size:,} bytes")
@@ -149,7 +150,7 @@ def unpickle(raw: bytes) -> object:
         raise _RefusedError(f"{reason:.200}") from None
 
 
-class _RefusedError(ValueError):
+class _RefusedError(UserError):
     """The reason why a pickle is not read."""
 
 
@@ -160,10 +161,10 @@ class CifarUnpickler(pickle.Unpickler):
         try:
             return _STAND_INS[f"{module}.{name}"]
         except KeyError:
-            raise ValueError(f"it names {module}.{name}, which no file of CIFAR does") from None
+            raise UserError(f"it names {module}.{name}, which no file of CIFAR does") from None
 
     def persistent_load(self, pid: object, /) -> NoReturn:
-        raise ValueError("it refers to objects outside the file, which no file of CIFAR does")
+        raise UserError("it refers to objects outside the file, which no file of CIFAR does")
 
 
 class _StandIn:
@@ -172,7 +173,7 @@ class _StandIn:
     __slots__ = ()
 
     def __setstate__(self, state: object) -> None:
-        raise ValueError("it changes a name instead of using it")
+        raise UserError("it changes a name instead of using it")
 
 
 class _Ndarray(_StandIn):
@@ -188,7 +189,7 @@ class _Dtype(_StandIn):
 
     def __call__(self, *args: object) -> _Uint8:
         if args != (b"u1", 0, 1):
-            raise ValueError(f"its values are of type {args[:1]!r}, and only uint8 is read")
+            raise UserError(f"its values are of type {args[:1]!r}, and only uint8 is read")
         return _Uint8()
 
 
@@ -199,7 +200,7 @@ class _Reconstruct(_StandIn):
 
     def __call__(self, *args: object) -> _Array:
         if args != (_STAND_INS["numpy.ndarray"], (0,), b"b"):
-            raise ValueError("it makes something that is not an array")
+            raise UserError("it makes something that is not an array")
         return _Array()
 
 
@@ -210,7 +211,7 @@ class _Uint8:
 
     def __setstate__(self, state: object) -> None:
         if state != (3, b"|", None, None, None, -1, -1, 0):
-            raise ValueError("its values have a type with fields or objects, and only uint8 is read")
+            raise UserError("its values have a type with fields or objects, and only uint8 is read")
 
 
 class _Array:
@@ -228,11 +229,11 @@ class _Array:
             case (1, (int(rows), int(columns)), _Uint8(), False, bytes(raw)):
                 pass
             case _:
-                raise ValueError("its array is not one of uint8 with two axes")
+                raise UserError("its array is not one of uint8 with two axes")
         if not (0 < rows <= MAX_ROWS and 0 < columns <= NUM_VALUES):
-            raise ValueError(f"its array is {rows} x {columns}, and at most {MAX_ROWS} x {NUM_VALUES} is read")
+            raise UserError(f"its array is {rows} x {columns}, and at most {MAX_ROWS} x {NUM_VALUES} is read")
         if len(raw) != rows * columns:
-            raise ValueError(f"its array of {rows} x {columns} has {len(raw)} bytes")
+            raise UserError(f"its array of {rows} x {columns} has {len(raw)} bytes")
         self.values = np.frombuffer(raw, np.uint8).reshape(rows, columns)
 
 

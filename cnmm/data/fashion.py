@@ -15,7 +15,8 @@ from typing import BinaryIO, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from cnmm.data.splits import ArraySplit, Images, Labels
+from cnmm._errors import UserError
+from cnmm.data.dataset import ArraySplit, Images, Labels
 
 FASHION_CLASSES = (
     "T-shirt/top",
@@ -37,7 +38,7 @@ MAX_IMAGES = 1_000_000
 def fashion_sample(split: Literal["train", "test"]) -> tuple[Images, Labels]:
     """Images [N, 28, 28, 1] with values 0..255 and their labels [N], indices into `FASHION_CLASSES`."""
     if split not in ("train", "test"):
-        raise ValueError(f"unknown split {split!r} of the Fashion-MNIST sample: use 'train' or 'test'")
+        raise UserError(f"unknown split {split!r} of the Fashion-MNIST sample: use 'train' or 'test'")
     with files("cnmm.data").joinpath("fashion_sample.npz").open("rb") as file, np.load(file, allow_pickle=False) as npz:
         images: Images = npz[f"{split}_images"][..., np.newaxis]
         labels: Labels = npz[f"{split}_labels"].astype(np.int64)
@@ -47,7 +48,7 @@ def fashion_sample(split: Literal["train", "test"]) -> tuple[Images, Labels]:
 def read_fashion(folder: Path) -> tuple[ArraySplit, ArraySplit]:
     """Training and test images of the four original files, plain or gzipped."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; the files of Fashion-MNIST are at {HOME_PAGE}")
+        raise UserError(f"{folder} is not a folder; the files of Fashion-MNIST are at {HOME_PAGE}")
     return _read_split(folder, "train"), _read_split(folder, "t10k")
 
 
@@ -56,9 +57,9 @@ def _read_split(folder: Path, prefix: str) -> ArraySplit:
     labels_path = _find(folder, f"{prefix}-labels-idx1-ubyte")
     images, labels = _read_idx(images_path, (28, 28)), _read_idx(labels_path, ())
     if len(images) != len(labels):
-        raise ValueError(f"{labels_path} has {len(labels):,} labels, and {images_path.name} {len(images):,} images")
+        raise UserError(f"{labels_path} has {len(labels):,} labels, and {images_path.name} {len(images):,} images")
     if labels.max() >= len(FASHION_CLASSES):
-        raise ValueError(f"{labels_path} has the label {labels.max()}, and Fashion-MNIST has only 0 to 9")
+        raise UserError(f"{labels_path} has the label {labels.max()}, and Fashion-MNIST has only 0 to 9")
     return ArraySplit(images[..., np.newaxis], labels.astype(np.int64))
 
 
@@ -66,7 +67,7 @@ def _find(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
-    raise ValueError(f"{folder / name} is missing, also with .gz; the files of Fashion-MNIST are at {HOME_PAGE}")
+    raise UserError(f"{folder / name} is missing, also with .gz; the files of Fashion-MNIST are at {HOME_PAGE}")
 
 
 def _read_idx(path: Path, item_shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
@@ -75,7 +76,7 @@ def _read_idx(path: Path, item_shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return _read_values(cast(BinaryIO, file), item_shape)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path}: {error}; download it again from {HOME_PAGE}") from None
+        raise UserError(f"{path}: {error}; download it again from {HOME_PAGE}") from None
 
 
 def _read_values(file: BinaryIO, item_shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
@@ -83,17 +84,17 @@ def _read_values(file: BinaryIO, item_shape: tuple[int, ...]) -> npt.NDArray[np.
     header = file.read(4 + 4 * num_axes)
     magic = bytes((0, 0, 8, num_axes))
     if header[:4] != magic:
-        raise ValueError(f"not such an IDX file: begins with {header[:4].hex() or 'nothing'}, not {magic.hex()}")
+        raise UserError(f"not such an IDX file: begins with {header[:4].hex() or 'nothing'}, not {magic.hex()}")
     if len(header) < 4 + 4 * num_axes:
-        raise ValueError("truncated inside its header")
+        raise UserError("truncated inside its header")
     num, *shape = struct.unpack_from(f">{num_axes}I", header, 4)
     if tuple(shape) != item_shape:
-        raise ValueError(f"images of {shape[0]}x{shape[1]}, and those of Fashion-MNIST are 28x28")
+        raise UserError(f"images of {shape[0]}x{shape[1]}, and those of Fashion-MNIST are 28x28")
     if not 0 < num <= MAX_IMAGES:
-        raise ValueError(f"announces {num:,} images, and 1 to {MAX_IMAGES:,} are allowed")
+        raise UserError(f"announces {num:,} images, and 1 to {MAX_IMAGES:,} are allowed")
     size = num * int(np.prod(item_shape, dtype=np.int64))
     raw = file.read(size + 1)
     if len(raw) != size:
         problem = f"truncated: {len(raw):,} of" if len(raw) < size else "more than"
-        raise ValueError(f"{problem} the {size:,} bytes that its header announces")
+        raise UserError(f"{problem} the {size:,} bytes that its header announces")
     return np.frombuffer(raw, np.uint8).reshape(num, *item_shape).copy()

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from cnmm._errors import UserError
+from cnmm.data.dataset import ArraySplit, Images, Labels, Split, sample_indices
 from cnmm.data.images import IMAGE_SUFFIXES, FileSplit, Progress, decode_image, in_threads, shorter_side
-from cnmm.data.splits import ArraySplit, Images, Labels, Split, sample_indices
 
 LAYOUT = "the layout is train/CLASS/IMAGE and, where there are test images, test/CLASS/IMAGE or val/CLASS/IMAGE"
 SMALL_SIDE, LARGE_SIDE = 48, 160
@@ -75,12 +76,12 @@ def size_for(side: float) -> tuple[int, int]:
 
 def _list_folder(folder: Path) -> tuple[tuple[str, ...], list[_Listing]]:
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; {LAYOUT}")
+        raise UserError(f"{folder} is not a folder; {LAYOUT}")
     if not (folder / "train").is_dir():
-        raise ValueError(f"{folder} has no folder train/; {LAYOUT}")
+        raise UserError(f"{folder} has no folder train/; {LAYOUT}")
     classes = _class_names(folder / "train")
     if len(classes) < 2:
-        raise ValueError(f"{folder / 'train'} has {len(classes)} class folders, at least 2 are needed; {LAYOUT}")
+        raise UserError(f"{folder / 'train'} has {len(classes)} class folders, at least 2 are needed; {LAYOUT}")
     listings = [_list_split(folder / "train", classes)]
     test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
     if test:
@@ -97,9 +98,9 @@ def _check_same_classes(folder: Path, classes: tuple[str, ...]) -> None:
     found = _class_names(folder)
     missing, extra = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
     if missing:
-        raise ValueError(f"{folder} lacks the class {missing[0]!r} of train/; both need the same class folders")
+        raise UserError(f"{folder} lacks the class {missing[0]!r} of train/; both need the same class folders")
     if extra:
-        raise ValueError(f"{folder} has the class {extra[0]!r}, train/ has not; both need the same class folders")
+        raise UserError(f"{folder} has the class {extra[0]!r}, train/ has not; both need the same class folders")
 
 
 def _list_split(folder: Path, classes: tuple[str, ...]) -> _Listing:
@@ -116,7 +117,7 @@ def _suffix_text() -> str:
 def _check_no_class_is_empty(folder: Path, classes: tuple[str, ...], labels: Labels, problem: str) -> None:
     for name, count in zip(classes, np.bincount(labels, minlength=len(classes)).tolist(), strict=True):
         if not count:
-            raise ValueError(f"the class {folder / name} {problem}")
+            raise UserError(f"the class {folder / name} {problem}")
 
 
 def _image_files(folder: Path) -> list[Path]:
@@ -128,7 +129,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 def _raise(error: OSError) -> None:
-    raise ValueError(f"{error.filename}: the folder cannot be read ({error.strerror})")
+    raise UserError(f"{error.filename}: the folder cannot be read ({error.strerror})")
 
 
 def _choose_size(paths: tuple[Path, ...], skip_bad: bool) -> tuple[int, int]:
@@ -140,7 +141,7 @@ def _choose_size(paths: tuple[Path, ...], skip_bad: bool) -> tuple[int, int]:
 
     in_threads(measure, len(indices), skip_bad=skip_bad)
     if not sides.any():
-        raise ValueError(f"none of {len(indices)} image files can be read, for example {paths[indices[0]]}")
+        raise UserError(f"none of {len(indices)} image files can be read, for example {paths[indices[0]]}")
     return size_for(float(np.median(sides[sides > 0])))
 
 

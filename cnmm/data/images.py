@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from cnmm.data.splits import Images, Indices, Labels
+from cnmm._errors import UserError
+from cnmm.data.dataset import Images, Indices, Labels
 
 Progress = Callable[[int, int], None]
 
@@ -144,7 +145,7 @@ def _opened(path: Path, fix: str = _FIX) -> Iterator[Image.Image]:
             _refuse_bomb(image)
             yield image
     except Exception as error:  # a damaged file makes Pillow raise nearly anything: OSError, SyntaxError, struct.error
-        raise ValueError(f"{path}: cannot be read as an image ({_reason(error)}); {fix}") from None
+        raise UserError(f"{path}: cannot be read as an image ({_reason(error)}); {fix}") from None
 
 
 @cache
@@ -158,7 +159,7 @@ def _refuse_bomb(image: Image.Image) -> None:
     """Pillow itself only warns above its limit, and refuses above twice the limit."""
     limit, (width, height) = Image.MAX_IMAGE_PIXELS, image.size
     if limit is not None and width * height > limit:
-        raise ValueError(f"{width}x{height} pixels, more than the {limit:,} that are safe to decode")
+        raise UserError(f"{width}x{height} pixels, more than the {limit:,} that are safe to decode")
 
 
 def _reason(error: Exception) -> str:
@@ -170,7 +171,7 @@ def _reason(error: Exception) -> str:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
-        raise ValueError("pixels are floats, whose range is unknown")
+        raise UserError("pixels are floats, whose range is unknown")
     if image.mode.startswith("I"):
         image = _from_16_bits(image)
     if not image.has_transparency_data:
@@ -183,7 +184,7 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
     """0..65535 becomes 0..255; Pillow's own conversion would clip instead."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
-        raise ValueError("pixels are beyond 16 bits")
+        raise UserError("pixels are beyond 16 bits")
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
 
 

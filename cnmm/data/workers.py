@@ -23,8 +23,10 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from cnmm._errors import UserError
+from cnmm._machine import usable_cores
+from cnmm.data.dataset import Images, Indices, Split
 from cnmm.data.images import FileSplit, decode_image
-from cnmm.data.splits import Images, Indices, Split
 
 MOST = 16
 """Workers that are started when nobody says how many."""
@@ -44,14 +46,7 @@ def num_workers(asked: int | None, split: Split, processes: int = 1) -> int:
         return 0
     if asked is not None:
         return asked
-    return max(1, min(MOST, _num_cores() // processes - 1))
-
-
-def _num_cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return max(1, min(MOST, usable_cores() // processes - 1))
 
 
 class Workers:
@@ -137,7 +132,7 @@ class _Worker:
         except (BrokenPipeError, EOFError):
             raise ChildProcessError(self._epitaph()) from None
         if problem is not None:
-            raise ValueError(problem)
+            raise UserError(problem)
         return images
 
     def _receive(self, images: Images) -> str | None:

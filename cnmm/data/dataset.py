@@ -1,0 +1,125 @@
+"""What a data set is: splits of uint8 images [N, H, W, C] with int64 labels [N], and how to hold some of them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cnmm._errors import UserError
+
+Images = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.integer]
+
+NUM_FOR_STATISTICS = 2000
+"""Images that stand for all of a split whose images are decoded anew at every reading."""
+_CHUNK = 512
+
+
+class Split(Protocol):
+    """Images that may or may not be in memory, with their labels."""
+
+    @property
+    def labels(self) -> Labels:
+        """Labels [N], indices into the classes of the data set."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Indices) -> Images:
+        """The images at `indices`, in that order: [len(indices), H, W, C]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySplit:
+    """A split whose images are in memory."""
+
+    images: Images
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, indices: Indices) -> Images:
+        return self.images[indices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """A data set for classification."""
+
+    name: str
+    spec: str
+    """As the user gave it to `open_data`."""
+    classes: tuple[str, ...]
+    train: Split
+    test: Split | None
+    mean: tuple[float, ...]
+    """Of each channel over the training images, in units of 255: between 0 and 1."""
+    std: tuple[float, ...]
+    """Like `mean`; at least one grey level, 1/255, so that dividing by it is safe."""
+    size: tuple[int, int]
+    """Height and width of the images as they are read."""
+    in_chans: int
+    skipped: tuple[str, ...] = ()
+    """Files that could not be read and were left out."""
+
+
+def channel_statistics(split: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, exact for images in memory, else of a subset that never changes."""
+    indices = np.arange(len(split))
+    if not isinstance(split, ArraySplit):
+        indices = sample_indices(len(split), NUM_FOR_STATISTICS)
+    counts: npt.NDArray[np.int64] | int = 0
+    for start in range(0, len(indices), _CHUNK):
+        counts = counts + _histograms(split.read(indices[start : start + _CHUNK]))
+    values = np.arange(256) / 255
+    share = counts / np.sum(counts, axis=1, keepdims=True)
+    mean = share @ values
+    variance = (share * (values - mean[:, np.newaxis]) ** 2).sum(axis=1)
+    return tuple(mean.tolist()), tuple(np.sqrt(variance).clip(min=1 / 255).tolist())
+
+
+def _histograms(images: Images) -> npt.NDArray[np.int64]:
+    """How often each value occurs in each channel: [C, 256]."""
+    return np.stack([np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])])
+
+
+def sample_indices(num: int, limit: int) -> npt.NDArray[np.int64]:
+    """Sorted indices of at most `limit` of `num` images, always the same ones."""
+    if num <= limit:
+        return np.arange(num)
+    return np.sort(np.random.default_rng(0).choice(num, limit, replace=False))
+
+
+def hold_out(labels: Labels, num: int, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Sorted indices of the images to train on, and of `num` images held out for validation.
+
+    Stratified: each class gives its share of `num`, and keeps an image for training wherever that is possible.
+    """
+    if num < 0 or num >= len(labels):
+        raise UserError(
+            f"{num} images cannot be held out of {len(labels)} for validation: "
+            f"allowed are 0 to {max(0, len(labels) - 1)}, so that some are left to train on"
+        )
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    rng = np.random.default_rng(seed)
+    held = [
+        rng.permutation(np.flatnonzero(inverse == c))[:quota] for c, quota in enumerate(_quotas(counts, num).tolist())
+    ]
+    validation = np.sort(np.concatenate(held))
+    return np.setdiff1d(np.arange(len(labels)), validation, assume_unique=True), validation
+
+
+def _quotas(counts: npt.NDArray[np.int64], num: int) -> npt.NDArray[np.int64]:
+    """`num` divided among the classes in proportion to `counts`, by largest remainder."""
+    exact = num * counts
+    quotas: npt.NDArray[np.int64] = exact // counts.sum()
+    most = counts - 1 if num <= (counts - 1).sum() else counts
+    by_remainder = np.argsort(-(exact % counts.sum()), kind="stable")
+    while quotas.sum() < num:
+        open_classes = by_remainder[quotas[by_remainder] < most[by_remainder]]
+        quotas[open_classes[: num - quotas.sum()]] += 1
+    return quotas

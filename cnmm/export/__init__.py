@@ -1,0 +1,1 @@
+"""From an operating point to files: slim networks, ONNX, ladders."""

@@ -1,0 +1,150 @@
+"""Run folders: `config.json`, `model.safetensors` and `log.jsonl`, and how they are read and written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cnmm._errors import UserError
+from cnmm._files import FORMAT_VERSION, check_version, read_tensors, to_bytes, write_atomically, write_json
+from cnmm.config import MixtureConfig
+from cnmm.lattice import build_lattice
+from cnmm.zoo import Plan, require_torch
+
+if TYPE_CHECKING:
+    from cnmm.mixture import Mixture
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+LOG_FILE = "log.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+def is_run(path: str | Path) -> bool:
+    """Does this look like a run folder?"""
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def save(model: Mixture, folder: str | Path, **about: Any) -> None:
+    """Writes a run folder that `load` reads; `about` goes into config.json beside the model."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_weights(model, folder)
+    write_json(Path(folder) / CONFIG_FILE, {"model": model.config.to_dict(), **about})
+
+
+def save_weights(model: Mixture, folder: str | Path) -> None:
+    """Replaces the weights of a run folder in one step."""
+    write_atomically(Path(folder) / WEIGHTS_FILE, to_bytes(model.state_dict()))
+
+
+def start_run(folder: str | Path, model: Mixture, *, resume: bool, **about: Any) -> None:
+    """Makes a new run folder, or checks that an old one holds the same run."""
+    path = Path(folder) / CONFIG_FILE
+    config = json.loads(json.dumps({"format_version": FORMAT_VERSION, "model": model.config.to_dict(), **about}))
+    if not path.exists():
+        if resume:
+            raise UserError(f"{folder}: nothing to resume, {CONFIG_FILE} is missing; leave --resume out to start")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_json(path, config)
+        return
+    if not resume:
+        raise UserError(f"{folder} already holds a run; go on with --resume, or choose another folder with --out")
+    found = read_config(folder)
+    for part in config:
+        if found.get(part) != config[part]:
+            field = _first_difference(found.get(part), config[part])
+            raise UserError(f"{folder} holds another run: {part}{field}; use the same options, or another --out")
+
+
+def _first_difference(old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                return f".{key} is {old.get(key)!r} there, {new.get(key)!r} now"
+    return f" is {old!r} there, {new!r} now"
+
+
+def append_log(folder: Path, line: Mapping[str, Any]) -> None:
+    """One more line of log.jsonl."""
+    with (folder / LOG_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cut_log(folder: Path, step: int) -> None:
+    """Drops the lines of log.jsonl that are newer than the checkpoint that training goes on from."""
+    path = folder / LOG_FILE
+    if path.exists():
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_atomically(path, "".join(kept).encode())
+
+
+def load(folder: str | Path) -> Mixture:
+    """The mixture of a run folder, in eval mode."""
+    config = load_config(folder)
+    model: Mixture = require_torch().Mixture(config)
+    state = _read_weights(folder, "pt")
+    expected = model.state_dict()
+    for name in sorted(expected.keys() | state.keys()):
+        if name not in state or name not in expected or state[name].shape != expected[name].shape:
+            found = tuple(state[name].shape) if name in state else "nothing"
+            wanted = tuple(expected[name].shape) if name in expected else "nothing"
+            raise UserError(
+                f"{Path(folder) / WEIGHTS_FILE}: {name!r} is {found} but {CONFIG_FILE} needs {wanted}; "
+                "the two files are not of the same model"
+            )
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def load_plan(folder: str | Path) -> Plan:
+    """Config and gates of a run folder, without its other weights and without torch."""
+    config = load_config(folder)
+    if config.mixing == "sum":
+        return Plan(config)
+    logits = _read_weights(folder, "np", only="gate_logits").get("gate_logits")
+    needed = len(build_lattice(config).edges)
+    if logits is None or logits.shape != (needed,):
+        raise UserError(f"{Path(folder) / WEIGHTS_FILE}: 'gate_logits' with {needed} values is needed")
+    return Plan(config, tuple(float(value) for value in logits))
+
+
+def load_config(folder: str | Path) -> MixtureConfig:
+    """The model's config in a run folder."""
+    data = read_config(folder)
+    if "slim" in data:
+        raise UserError(f"{folder}: a slim network, no run folder; cnmm.load_slim reads it")
+    try:
+        return MixtureConfig.from_dict(data["model"])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{Path(folder) / CONFIG_FILE}: {error}") from None
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """All of a run folder's config.json: the model and, if it was trained, how and on what."""
+    path = Path(folder) / CONFIG_FILE
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no run folder, {CONFIG_FILE} is missing") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise UserError(f"{path}: an object with the field 'model' is needed")
+    try:
+        check_version(data)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return data
+
+
+def _read_weights(folder: str | Path, framework: str, only: str | None = None) -> dict[str, Any]:
+    path = Path(folder) / WEIGHTS_FILE
+    if not path.exists() and (Path(folder) / CHECKPOINTS).is_dir():
+        raise UserError(f"{folder}: its training has not ended; go on with: cnmm train ... --out {folder} --resume")
+    return read_tensors(path, framework, only)

@@ -1,0 +1,1 @@
+"""Running ladders without torch: sessions, early exit, engines, latency."""

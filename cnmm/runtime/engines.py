@@ -1,0 +1,339 @@
+"""The two runtimes, onnxruntime and OpenVINO, behind one thing: a chain of ONNX files that images walk through.
+
+A whole network is a chain of one. A cascade is a chain of stages: after each of them the caller says which images go
+on. Chains are thread-safe, and after they are made, walking loads, compiles and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cnmm._errors import UserError
+from cnmm.ladder import IMAGE, PROBABILITIES, Stage
+from cnmm.runtime.latency import PACKAGES, RUNTIMES
+from cnmm.runtime.nchwc import without_conversions
+
+Images = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.intp]
+Walk = Generator[Floats, Indices | None, None]
+"""Yields the probabilities [n, classes] of each stage; is sent the rows that go on, or None for all of them."""
+
+CHUNK_PIXELS = 16384
+"""Pixels of one pass: 16 images of 32x32. Larger passes are slower per image (their maps leave the cache), and smaller
+ones leave a cascade with single images after the first exits."""
+
+
+class Chain(Protocol):
+    """ONNX files that run one after the other."""
+
+    def walk(self, images: Images) -> Walk:
+        """At most `Runtime.chunk` images; to leave early, close the generator."""
+
+
+class Runtime(Protocol):
+    """What makes chains."""
+
+    @property
+    def chunk(self) -> int:
+        """Most images of one walk."""
+
+    def chain(self, stages: Sequence[Stage]) -> Chain:
+        """Loads, compiles and warms up."""
+
+
+def open_runtime(name: str, *, threads: int, precision: str, image_shape: tuple[int, int, int]) -> Runtime:
+    """A runtime with so many threads; `image_shape` is [H, W, C]."""
+    if name not in RUNTIMES:
+        raise UserError(f"runtime {name!r}: allowed are {', '.join(RUNTIMES)}")
+    if threads < 1:
+        raise UserError(f"threads={threads}: at least 1 is needed")
+    if precision not in ("float32", "bfloat16"):
+        raise UserError(f"precision {precision!r}: allowed are float32 and, with openvino, bfloat16")
+    if name == "openvino":
+        return OpenVino(threads, precision, image_shape)
+    if precision != "float32":
+        raise UserError(f"precision {precision!r}: onnxruntime computes in float32; use runtime openvino")
+    return OnnxRuntime(threads, image_shape)
+
+
+def _import(name: str) -> Any:
+    package = PACKAGES[name]
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        fix = 'pip install "cnmm[openvino]"' if name == "openvino" else f"pip install {package}"
+        raise UserError(f"runtime {name!r} needs the package {package}; install it with: {fix}") from None
+
+
+@contextmanager
+def _refusing(stage: Stage, runtime: str) -> Iterator[None]:
+    """Whatever a runtime raises becomes one line that names the file."""
+    try:
+        yield
+    except Exception as error:  # runtimes raise classes of their own, and RuntimeError
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{stage.path}: {runtime} refuses it: {reason}") from None
+
+
+# onnxruntime
+
+
+PROVIDERS = ("CPUExecutionProvider",)
+_arena_lock = threading.Lock()
+_arena_is_there = False
+
+
+def _share_arena(ort: Any) -> None:
+    """One arena for all sessions of this process that ask for it; sessions of other libraries do not notice."""
+    global _arena_is_there
+    with _arena_lock:
+        if not _arena_is_there:
+            _arena_is_there = True
+            about = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+            with suppress(Exception):  # somebody else registered one: it serves as well
+                ort.create_and_register_allocator(about, None)
+
+
+class OnnxRuntime:
+    """Sessions of onnxruntime, whose threads sleep between calls; with one thread there are none but the caller's.
+
+    Its one pool for all sessions of a process is no way to share threads: once it exists, onnxruntime refuses every
+    session that does not ask for it, those of other libraries too. Memory they do share: one arena, grown when chains
+    are made. Without one, batches of 16 take 1.7 times as long (docs/log.md).
+    """
+
+    def __init__(self, threads: int, image_shape: tuple[int, int, int]) -> None:
+        self._ort = _import("onnx")
+        self._image_shape = image_shape
+        self.chunk = max(1, CHUNK_PIXELS // (image_shape[0] * image_shape[1]))
+        self._threads = threads
+        _share_arena(self._ort)
+
+    def chain(self, stages: Sequence[Stage]) -> Chain:
+        sessions = [self._session(stage, self._options()) for stage in stages]
+        chain = _OnnxChain(stages, sessions, self._image_shape)
+        if len(stages) > 1:
+            with suppress(Exception):  # whatever it is: without it, stages are slower and as right
+                chain = self._without_conversions(stages, chain)
+        for _ in chain.walk(np.zeros((self.chunk, *self._image_shape), np.uint8)):
+            pass
+        return chain
+
+    def _without_conversions(self, stages: Sequence[Stage], chain: _OnnxChain) -> _OnnxChain:
+        """The same chain, whose stages hand over maps in onnxruntime's own layout."""
+        optimised = []
+        with tempfile.TemporaryDirectory() as folder:
+            for stage in stages:
+                file = Path(folder) / f"{stage.exit}.onnx"
+                self._session(stage, self._options(file))
+                optimised.append(file.read_bytes())
+        final = self._options()
+        final.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        files = without_conversions(optimised, (IMAGE, PROBABILITIES))
+        sessions = [self._ort.InferenceSession(data, final, providers=PROVIDERS) for data in files]
+        faster = _OnnxChain(stages, sessions, self._image_shape)
+        image = np.random.default_rng(0).integers(0, 256, (1, *self._image_shape), np.uint8)
+        answers = zip(chain.walk(image), faster.walk(image), strict=True)
+        return faster if all(np.allclose(old, new, atol=1e-6) for old, new in answers) else chain
+
+    def _options(self, optimised: Path | None = None) -> Any:
+        """`optimised`: where to leave the network as onnxruntime has optimised it for this machine."""
+        options = self._ort.SessionOptions()
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.log_severity_level = 4
+        options.intra_op_num_threads, options.inter_op_num_threads = self._threads, 1
+        # Waiting threads spin for the next piece of a network, which is faster, but not for the next call.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        if optimised is not None:
+            options.optimized_model_filepath = str(optimised)
+        return options
+
+    def _session(self, stage: Stage, options: Any) -> Any:
+        data = stage.read()
+        with _refusing(stage, "onnxruntime"):
+            session = self._ort.InferenceSession(data, options, providers=PROVIDERS, enable_fallback=0)
+        _check_names(stage, [i.name for i in session.get_inputs()], [o.name for o in session.get_outputs()])
+        return session
+
+
+class _OnnxChain:
+    def __init__(self, stages: Sequence[Stage], sessions: Sequence[Any], image_shape: tuple[int, int, int]) -> None:
+        self._stages = tuple(zip(stages, sessions, strict=True))
+        self._carried = tuple(_carried(stages, number) for number in range(1, len(stages) + 1))
+        self._lane_is_free = threading.Lock()
+        self._bind(np.zeros((1, *image_shape), np.uint8))
+
+    def _bind(self, image: Images) -> None:
+        """A fixed place for every tensor at batch 1: no copies between stages, and less to do per call."""
+        tensors: dict[str, npt.NDArray[Any]] = {IMAGE: image}
+        self._image, self._lane = image, []
+        for stage, session in self._stages:
+            with _refusing(stage, "onnxruntime"):
+                made = session.run(list(stage.outputs), {name: tensors[name] for name in stage.inputs})
+                outputs = {name: np.array(value) for name, value in zip(stage.outputs, made, strict=True)}
+                binding = session.io_binding()
+                for name in stage.inputs:
+                    _point_to(binding.bind_input, name, tensors[name])
+                for name, value in outputs.items():
+                    _point_to(binding.bind_output, name, value)
+                session.run_with_iobinding(binding)
+            tensors |= outputs
+            self._lane.append((session, binding, outputs[PROBABILITIES]))
+        self._tensors = tensors  # the bindings know only addresses
+
+    def walk(self, images: Images) -> Walk:
+        if len(images) > 1 or not self._lane_is_free.acquire(blocking=False):
+            yield from self._walk_anywhere(images)
+            return
+        try:
+            self._image[...] = images
+            for session, binding, probabilities in self._lane:
+                session.run_with_iobinding(binding)
+                yield probabilities.copy()
+        finally:
+            self._lane_is_free.release()
+
+    def _walk_anywhere(self, images: Images) -> Walk:
+        """With tensors of its own: for several images, or while another thread is in the lane."""
+        tensors: dict[str, npt.NDArray[Any]] = {IMAGE: images}
+        for (stage, session), carried in zip(self._stages, self._carried, strict=True):
+            outputs = session.run(list(stage.outputs), {name: tensors[name] for name in stage.inputs})
+            tensors |= zip(stage.outputs, outputs, strict=True)
+            keep = yield tensors[PROBABILITIES]
+            tensors = {name: tensors[name] if keep is None else tensors[name][keep] for name in carried}
+
+
+def _carried(stages: Sequence[Stage], done: int) -> tuple[str, ...]:
+    """Tensors that the first `done` stages made and later ones read."""
+    made = {IMAGE, *(name for stage in stages[:done] for name in stage.outputs)}
+    return tuple(sorted(made & {name for stage in stages[done:] for name in stage.inputs}))
+
+
+def _point_to(bind: Any, name: str, tensor: npt.NDArray[Any]) -> None:
+    bind(name, "cpu", 0, tensor.dtype.type, tensor.shape, tensor.ctypes.data)
+
+
+# OpenVINO
+
+
+class OpenVino:
+    """Networks compiled by OpenVINO for one image at a time.
+
+    With a fixed batch of 1 a network is faster than with an open one, image by image it is no slower than in batches,
+    and a new batch size never builds new kernels. A compiled network runs one request at a time whatever is asked of
+    it, so a chain has one request per stage, and callers wait for each other.
+    """
+
+    chunk = 1
+
+    def __init__(self, threads: int, precision: str, image_shape: tuple[int, int, int]) -> None:
+        self._openvino = _import("openvino")
+        self._core = self._openvino.Core()
+        self._image_shape = image_shape
+        abilities = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        if precision == "bfloat16" and "BF16" not in abilities:
+            raise UserError("precision 'bfloat16': OpenVINO does not offer it on this CPU; use float32")
+        self._settings = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": "bf16" if precision == "bfloat16" else "f32",  # its own default varies by CPU
+            "ENABLE_CPU_PINNING": False,  # or all networks and processes would queue for the same cores
+        }
+
+    def chain(self, stages: Sequence[Stage]) -> Chain:
+        tensors: dict[str, Any] = {}
+        requests = []
+        for stage in stages:
+            data = stage.read()
+            with _refusing(stage, "OpenVINO"):
+                model = self._core.read_model(data, b"")
+            _check_names(stage, _names(model.inputs, stage.inputs), _names(model.outputs, stage.outputs))
+            with _refusing(stage, "OpenVINO"):
+                request = self._compile(model).create_infer_request()
+                for name in stage.inputs:
+                    if name in tensors:
+                        request.set_tensor(name, tensors[name])
+                tensors |= {name: request.get_tensor(name) for name in (*stage.inputs, *stage.outputs)}
+                requests.append((request, tensors[PROBABILITIES].data))
+        image: Images = tensors[IMAGE].data
+        if image.shape != (1, *self._image_shape):
+            raise UserError(f"{stages[0].path}: takes {image.shape[1:]}, the manifest says {self._image_shape}")
+        return _OpenVinoChain(requests, image)
+
+    def _compile(self, model: Any) -> Any:
+        """For one image; maps travel between stages channels-last, as the convolutions want them."""
+        ov = self._openvino
+        model.reshape({port.any_name: ov.PartialShape([1, *list(port.partial_shape)[1:]]) for port in model.inputs})
+        steps = importlib.import_module("openvino.preprocess").PrePostProcessor(model)
+        for ports, find in ((model.inputs, steps.input), (model.outputs, steps.output)):
+            for port in ports:
+                if port.any_name != IMAGE and len(port.partial_shape) == 4:
+                    find(port.any_name).tensor().set_layout(ov.Layout("NHWC"))
+                    find(port.any_name).model().set_layout(ov.Layout("NCHW"))
+        model = steps.build()
+        _join_channels_last(model)
+        return self._core.compile_model(model, "CPU", self._settings)
+
+
+def _join_channels_last(model: Any) -> None:
+    """Concatenates maps that come from earlier stages as they lie in memory, instead of turning each of them first."""
+    ops = importlib.import_module("openvino.opset13")
+
+    def before_turning(source: Any) -> Any:
+        """The input of the network that `source` is a transposition of, if it is one."""
+        node = source.get_node()
+        origin = node.input(0).get_source_output() if node.get_type_name() == "Transpose" else None
+        return origin if origin is not None and origin.get_node().get_type_name() == "Parameter" else None
+
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Concat" or node.get_attributes()["axis"] != 1:
+            continue
+        sources = [node.input(number).get_source_output() for number in range(node.get_input_size())]
+        origins = [before_turning(source) for source in sources]
+        if len(sources[0].partial_shape) != 4 or all(origin is None for origin in origins):
+            continue
+        turned = [
+            ops.transpose(source, np.array([0, 2, 3, 1])).output(0) if origin is None else origin
+            for source, origin in zip(sources, origins, strict=True)
+        ]
+        joined = ops.transpose(ops.concat(turned, 3), np.array([0, 3, 1, 2]))
+        for target in node.output(0).get_target_inputs():
+            target.replace_source_output(joined.output(0))
+    model.validate_nodes_and_infer_types()
+
+
+class _OpenVinoChain:
+    def __init__(self, requests: Sequence[tuple[Any, Floats]], image: Images) -> None:
+        self._requests = tuple(requests)
+        self._image = image
+        self._lock = threading.Lock()
+        for _ in self.walk(np.zeros_like(image)):
+            pass
+
+    def walk(self, images: Images) -> Walk:
+        with self._lock:
+            self._image[...] = images
+            for request, probabilities in self._requests:
+                request.infer(share_outputs=True)
+                yield probabilities.copy()
+
+
+def _names(ports: Sequence[Any], wanted: Sequence[str]) -> list[str]:
+    """A tensor may have several names in OpenVINO: the one that we use, if it is among them."""
+    return [next((name for name in wanted if name in port.names), port.any_name) for port in ports]
+
+
+def _check_names(stage: Stage, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    if set(inputs) != set(stage.inputs) or set(outputs) != set(stage.outputs):
+        found, wanted = f"{sorted(inputs)} -> {sorted(outputs)}", f"{sorted(stage.inputs)} -> {sorted(stage.outputs)}"
+        raise UserError(f"{stage.path}: its tensors are {found}; {wanted} is needed")

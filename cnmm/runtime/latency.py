@@ -1,0 +1,179 @@
+"""Latency as measured on this machine, in milliseconds: `latency.json` of a run folder or a ladder folder. Torch-free.
+
+A measurement belongs to a CPU model, a number of usable cores and a version of the runtime. It says nothing about
+another machine, so nothing here guesses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from cnmm._errors import UserError
+from cnmm._files import FORMAT_VERSION, write_json
+from cnmm._machine import Machine, machine
+
+LATENCY_FILE = "latency.json"
+RuntimeName = Literal["onnx", "openvino"]
+RUNTIMES: tuple[RuntimeName, ...] = get_args(RuntimeName)
+PACKAGES: dict[str, str] = {"onnx": "onnxruntime", "openvino": "openvino"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long one operating point (or one stage of a cascade) takes."""
+
+    point: str
+    macs: int
+    median_ms: float
+    p95_ms: float
+    n: int
+    """Timed calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The points of a folder on one machine, in one runtime with one setting."""
+
+    machine: Machine
+    runtime: str
+    runtime_version: str
+    precision: str
+    threads: int
+    batch: int
+    """Images of one call; the times are those of the call."""
+    points: tuple[Timing, ...]
+    stages: tuple[Timing, ...] = ()
+    """Stages of the cascade, by exit ("stage 2"), at batch 1."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """A new measurement replaces an old one with the same key."""
+        machine = (self.machine["cpu"], self.machine["cores"])
+        return (*machine, self.runtime, self.runtime_version, self.precision, self.threads, self.batch)
+
+    @property
+    def total_ms(self) -> float:
+        """Of all points, to compare runtimes."""
+        return sum(timing.median_ms for timing in self.points)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def runtime_version(runtime: str) -> str | None:
+    """The installed version of a runtime's package, or None."""
+    try:
+        return importlib.metadata.version(PACKAGES[runtime])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def time_calls(
+    function: Callable[[], object], *, warmup: int = 5, repeats: int = 20, seconds: float = 0.0
+) -> tuple[float, float, int]:
+    """Median and 95th percentile of a call, in milliseconds, and the number of timed calls.
+
+    At least `repeats` calls are timed, and more until `seconds` have passed.
+    """
+    for _ in range(warmup):
+        function()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < repeats or time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        times.append(1e3 * (time.perf_counter() - start))
+    return percentile(times, 50), percentile(times, 95), len(times)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of the values do not exceed: never below what was asked for."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def store(folder: str | Path, measurement: Measurement) -> None:
+    """Adds a measurement to the folder's latency.json; an older one with the same key goes."""
+    kept = [old for old in read(folder) if old.key != measurement.key]
+    rows = [entry.to_dict() for entry in (*kept, measurement)]
+    write_json(Path(folder) / LATENCY_FILE, {"measurements": rows})
+
+
+def read(folder: str | Path) -> tuple[Measurement, ...]:
+    """All measurements of a folder, whatever machine they are from; none if there is no latency.json."""
+    path = Path(folder) / LATENCY_FILE
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        if data["format_version"] != FORMAT_VERSION:
+            raise UserError(f"format_version={data['format_version']!r}, {FORMAT_VERSION} is needed")
+        return tuple(_read_measurement(entry) for entry in data["measurements"])
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{path}: cannot be read: {problem}; remove it and run: cnmm bench {folder}") from None
+
+
+def p95(
+    folder: str | Path,
+    *,
+    runtime: str | None = None,
+    precision: str = "float32",
+    threads: int | None = None,
+    batch: int = 1,
+) -> dict[str, float]:
+    """The 95th percentile by point, measured on this machine with the installed version of the runtime.
+
+    Without `runtime` or `threads` the fastest that was measured counts. A ValueError if there is no such measurement.
+    """
+    here, fix = machine(), f"run: cnmm bench {folder}"
+    entries = read(folder)
+    if not entries:
+        raise UserError(f"{folder}: its latency was not measured; {fix}")
+    local = [entry for entry in entries if entry.machine == here]
+    if not local:
+        other = entries[-1].machine
+        where = f"{other['cpu']} with {other['cores']} usable cores"
+        raise UserError(f"{folder}: its latency was measured on {where}, not here; {fix}")
+    same = [
+        entry
+        for entry in local
+        if (entry.precision, entry.batch) == (precision, batch)
+        and runtime in (None, entry.runtime)
+        and threads in (None, entry.threads)
+    ]
+    wanted = f"{runtime or 'any runtime'}, {precision}, {threads or 'any number of'} threads, batch {batch}"
+    if not same:
+        raise UserError(f"{folder}: its latency was not measured with {wanted}; {fix} with these settings")
+    current = [entry for entry in same if entry.runtime_version == runtime_version(entry.runtime)]
+    if not current:
+        old = f"{PACKAGES.get(same[-1].runtime, same[-1].runtime)} {same[-1].runtime_version}"
+        raise UserError(f"{folder}: its latency was measured with {old}, which is not installed here; {fix}")
+    fastest = min(current, key=lambda entry: entry.total_ms)
+    return {timing.point: timing.p95_ms for timing in fastest.points}
+
+
+def _read_measurement(entry: dict[str, Any]) -> Measurement:
+    known = {field.name for field in dataclasses.fields(Measurement)} - {"machine", "points", "stages"}
+    fields = {name: entry[name] for name in sorted(known)}
+    place = Machine(cpu=str(entry["machine"]["cpu"]), cores=int(entry["machine"]["cores"]))
+    points = tuple(_read_timing(row) for row in entry["points"])
+    stages = tuple(_read_timing(row) for row in entry.get("stages", ()))
+    return Measurement(machine=place, points=points, stages=stages, **fields)
+
+
+def _read_timing(row: dict[str, Any]) -> Timing:
+    timing = Timing(**{field.name: row[field.name] for field in dataclasses.fields(Timing)})
+    values: tuple[Any, ...] = (timing.median_ms, timing.p95_ms)
+    for value in values:
+        if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise UserError(f"{value!r} is no time in milliseconds")
+    return timing

@@ -1,0 +1,351 @@
+"""A ladder in one process: the budget is chosen per call, images leave early, deadlines are kept. Torch-free.
+
+    with cnmm.Session("ladder/") as session:
+        session.predict(images, budget="40M").top(3)
+        session.predict(images, average_macs="30%")  # confident images leave early
+        session.predict(image, deadline_ms=8.0)  # the last exit that was finished in time
+
+A session is made once: then everything is loaded, compiled and warmed up. Calls change nothing, so any number of
+threads may ask for different budgets at once. Macs are per image; times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from cnmm._errors import UserError
+from cnmm._machine import usable_cores
+from cnmm.budget import Budget, parse_budget
+from cnmm.frontier import Frontier, FrontierPoint
+from cnmm.ladder import Ladder, Stage, StagedCascade, is_ladder, read_ladder
+from cnmm.run_folder import is_run
+from cnmm.runtime import latency
+from cnmm.runtime.early_exit import (
+    LoadedCascade,
+    check_confidence,
+    check_deadline,
+    confidence_for,
+    keep_deadline,
+    leave_early,
+    time_stages,
+)
+from cnmm.runtime.engines import Chain, Floats, Images, open_runtime
+from cnmm.runtime.latency import RuntimeName
+from cnmm.zoo import require_torch
+
+if TYPE_CHECKING:
+    from cnmm.runtime.inputs import OneImage
+
+STAGE_REPEATS = 30
+"""Timed runs of every stage when a session starts; deadlines go by their 95th percentile."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """What a session answers for N images."""
+
+    probabilities: Floats
+    """[N, classes]."""
+    classes: tuple[str, ...]
+    point: str
+    """The operating point, or that of the cascade."""
+    macs: float
+    """Average per image; of a cascade, of the stages that ran."""
+    exits: npt.NDArray[np.int64]
+    """[N]: the exit that answered."""
+    time_ms: float
+    """Of the whole call."""
+
+    def top(self, k: int = 1) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """For each image the k most probable classes with their probabilities, best first."""
+        if k < 1:
+            raise UserError(f"top({k}): at least 1 class is needed")
+        best = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :k]
+        return tuple(
+            tuple((self.classes[index], float(row[index])) for index in indices)
+            for row, indices in zip(self.probabilities, best.tolist(), strict=True)
+        )
+
+
+class Session:
+    """Runs a ladder folder (or, where torch is installed, a run folder) with onnxruntime or OpenVINO.
+
+    `threads`: all usable cores unless told. `precision`: bfloat16 needs OpenVINO and a CPU that has it. `points`: names
+    of those to load, all unless told. `cascade`: load the stages for early exits and deadlines, if the ladder has any.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        runtime: RuntimeName = "onnx",
+        threads: int | None = None,
+        precision: str = "float32",
+        points: Sequence[str] | None = None,
+        cascade: bool = True,
+    ) -> None:
+        self.folder = Path(folder)
+        self.runtime = runtime
+        self.threads = usable_cores() if threads is None else threads
+        with ladder_folder(folder) as place:
+            ladder = read_ladder(place)
+            self.precision = _named_precision(ladder, precision)
+            self._load(ladder, precision, points, cascade)
+        self._classes, self._input_size, self._channels = ladder.classes, ladder.input_size, ladder.channels
+        self._p95_ms, self._no_p95 = self._measured_p95()
+
+    def _load(self, ladder: Ladder, precision: str, names: Sequence[str] | None, cascade: bool) -> None:
+        frontier = ladder.frontier
+        known = {point.point: point for point in frontier.points}
+        for name in names or ():
+            if name not in known:
+                raise UserError(f"point {name!r}: the ladder has {', '.join(known)}")
+        shape = (*ladder.input_size, ladder.channels)
+        runtime = open_runtime(self.runtime, threads=self.threads, precision=precision, image_shape=shape)
+        self._full_macs = frontier.full_macs
+        self._chunk = runtime.chunk
+        self._points = {name: known[name] for name in known if names is None or name in names}
+        self._frontier = (
+            Frontier(model=frontier.model, full_macs=frontier.full_macs, points=tuple(self._points.values()))
+            if self._points
+            else None
+        )
+        self._chains: dict[str, Chain] = {}
+        for name in self._points:
+            self._chains[name] = _checked_chain(runtime.chain([ladder.networks[name]]), ladder, [ladder.networks[name]])
+        self._cascade: LoadedCascade | None = None
+        if cascade and ladder.cascade:
+            stages = ladder.cascade.stages
+            chain = _checked_chain(runtime.chain(stages), ladder, stages)
+            image = np.zeros((1, *shape), np.uint8)
+            times = time_stages(chain, image, len(stages), repeats=STAGE_REPEATS)
+            p95_ms = tuple(latency.percentile(each, 95) for each in times)
+            self._cascade = LoadedCascade(cascade=ladder.cascade, chain=chain, p95_ms=p95_ms)
+
+    def _measured_p95(self) -> tuple[Mapping[str, float], str]:
+        try:
+            found = latency.p95(
+                self.folder, runtime=self.runtime, precision=self.precision, threads=self.threads, batch=1
+            )
+            return found, ""
+        except ValueError as error:
+            return {}, str(error)
+
+    def close(self) -> None:
+        """Gives the networks back; afterwards the session answers nothing."""
+        self._chains, self._cascade = {}, None
+        self._points, self._frontier = {}, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def points(self) -> tuple[FrontierPoint, ...]:
+        """The loaded points, cheapest first."""
+        return tuple(self._points.values())
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the probabilities."""
+        return self._classes
+
+    @property
+    def input_size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        return self._input_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images: 3 for colours, 1 for grey."""
+        return self._channels
+
+    @property
+    def cascade(self) -> StagedCascade | None:
+        """The stages for early exits, if they are loaded."""
+        return self._cascade.cascade if self._cascade else None
+
+    @property
+    def stage_p95_ms(self) -> tuple[float, ...]:
+        """How long each stage took at the start, one image, 95th percentile; empty without a cascade."""
+        return self._cascade.p95_ms if self._cascade else ()
+
+    def time_stages(self, image: Images, *, repeats: int) -> list[list[float]]:
+        """Times of each stage of the cascade on one image: [stages][repeats]."""
+        loaded = self._loaded_cascade()
+        return time_stages(loaded.chain, self._batch(image)[:1], len(loaded.p95_ms), repeats=repeats)
+
+    def choose(self, budget: str | float | Budget) -> FrontierPoint:
+        """The best loaded point within a budget: `60M`, `25ms`, `40%`, `acc:0.92`."""
+        wanted = parse_budget(budget)
+        if self._frontier is None:
+            raise UserError(f"{self.folder}: no point is loaded in this session")
+        if wanted.kind == "ms" and self._no_p95:
+            raise UserError(f"budget {wanted.text!r}: {self._no_p95}")
+        return self._frontier.choose(wanted, self._p95_ms)
+
+    def predict(
+        self,
+        images: Images | OneImage | Sequence[OneImage],
+        *,
+        budget: str | float | Budget | None = None,
+        point: str | None = None,
+        confidence: float | None = None,
+        average_macs: str | float | Budget | None = None,
+        deadline_ms: float | None = None,
+    ) -> Prediction:
+        """Classifies images: a uint8 array [N, H, W, C] or [H, W, C], or paths or Pillow images, which are fitted.
+
+        At most one of the others, otherwise the best point runs. `budget` and `point` choose a point. With `confidence`
+        an image leaves at the first exit whose highest probability reaches it; with `average_macs` (such as `30M` or
+        `40%`) every exit asks for what pays most where as much is spent on average. With `deadline_ms` one image runs
+        until the next stage might not end in time, counted from the call; a deadline shorter than the first exit is
+        refused.
+        """
+        start = time.perf_counter()
+        given = {"budget": budget, "point": point, "confidence": confidence}
+        given |= {"average_macs": average_macs, "deadline_ms": deadline_ms}
+        asked = [name for name, value in given.items() if value is not None]
+        if len(asked) > 1:
+            raise UserError(f"{' and '.join(asked)} exclude each other; give one of them")
+        if confidence is not None or average_macs is not None:
+            needed = self._needed_confidence(confidence, average_macs)
+            return self._leave_early(self._batch(images), needed, start)
+        if deadline_ms is not None:
+            cascade = self._loaded_cascade()
+            check_deadline(deadline_ms, cascade.p95_ms[0])
+            return self._keep_deadline(cascade, self._batch(images), deadline_ms, start)
+        chosen = self._named(point) if point is not None else self._best(budget)
+        return self._run(chosen, self._batch(images), start)
+
+    def _run(self, point: FrontierPoint, batch: Images, start: float) -> Prediction:
+        chain = self._chains[point.point]
+        parts = [_first(chain, batch[first : first + self._chunk]) for first in range(0, len(batch), self._chunk)]
+        probabilities = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        exits = np.full(len(batch), point.exit, np.int64)
+        return self._answer(probabilities, exits, point.point, point.macs, start)
+
+    def _leave_early(self, batch: Images, confidence: Sequence[float], start: float) -> Prediction:
+        loaded = self._loaded_cascade()
+        probabilities = np.empty((len(batch), len(self._classes)), np.float32)
+        exits = np.empty(len(batch), np.int64)
+        spent = 0
+        for first in range(0, len(batch), self._chunk):
+            part = slice(first, first + self._chunk)
+            spent += leave_early(loaded, batch[part], confidence, probabilities[part], exits[part])
+        return self._answer(probabilities, exits, loaded.cascade.point, spent / len(batch), start)
+
+    def _keep_deadline(self, loaded: LoadedCascade, batch: Images, deadline_ms: float, start: float) -> Prediction:
+        if len(batch) != 1:
+            raise UserError(f"deadline_ms={deadline_ms}: it is for one image, and there are {len(batch)}")
+        probabilities, done = keep_deadline(loaded, batch, start + deadline_ms / 1e3)
+        macs = sum(stage.macs for stage in loaded.cascade.stages[:done])
+        exits = np.array([loaded.cascade.stages[done - 1].exit], np.int64)
+        return self._answer(probabilities, exits, loaded.cascade.point, macs, start)
+
+    def _answer(
+        self, probabilities: Floats, exits: npt.NDArray[np.int64], point: str, macs: float, start: float
+    ) -> Prediction:
+        return Prediction(
+            probabilities=probabilities,
+            classes=self._classes,
+            point=point,
+            macs=float(macs),
+            exits=exits,
+            time_ms=1e3 * (time.perf_counter() - start),
+        )
+
+    def _named(self, name: str) -> FrontierPoint:
+        if name not in self._points:
+            raise UserError(f"point {name!r}: loaded are {', '.join(self._points) or 'none'}")
+        return self._points[name]
+
+    def _best(self, budget: str | float | Budget | None) -> FrontierPoint:
+        if budget is not None:
+            return self.choose(budget)
+        if self._frontier is None:
+            raise UserError(f"{self.folder}: no point is loaded in this session")
+        return self._frontier.envelope()[-1]
+
+    def _loaded_cascade(self) -> LoadedCascade:
+        if self._cascade is None:
+            raise UserError(f"{self.folder}: no cascade is loaded, so there are no early exits; give a budget instead")
+        return self._cascade
+
+    def _needed_confidence(
+        self, confidence: float | None, average_macs: str | float | Budget | None
+    ) -> tuple[float, ...]:
+        """Of each early exit."""
+        cascade = self._loaded_cascade().cascade
+        if confidence is not None:
+            return (check_confidence(confidence),) * (len(cascade.stages) - 1)
+        assert average_macs is not None
+        return confidence_for(cascade, average_macs, self._full_macs)
+
+    def _batch(self, images: Any) -> Images:
+        if isinstance(images, np.ndarray):
+            return check_array(images, self._input_size, self._channels)
+        from cnmm.runtime.inputs import to_batch
+
+        return to_batch(images, self._input_size, self._channels)
+
+
+def check_array(images: npt.NDArray[Any], size: tuple[int, int], channels: int) -> Images:
+    """A uint8 array [N, H, W, C] or [H, W, C] as [N, H, W, C]."""
+    shape = (*size, channels)
+    if images.dtype != np.uint8:
+        raise UserError(f"images of {images.dtype}: uint8 with values 0 to 255 is needed")
+    if images.ndim not in (3, 4) or images.shape[-3:] != shape or not len(images):
+        wanted = f"[N, {', '.join(map(str, shape))}]"
+        raise UserError(f"images of shape {list(images.shape)}: {wanted} is needed")
+    batch: Images = np.ascontiguousarray(images.reshape(-1, *shape))
+    return batch
+
+
+def _first(chain: Chain, images: Images) -> Floats:
+    with closing(chain.walk(images)) as walk:
+        return next(walk)
+
+
+def _checked_chain(chain: Chain, ladder: Ladder, stages: Sequence[Stage]) -> Chain:
+    """Walks once: every stage must answer with one probability per class."""
+    image = np.zeros((1, *ladder.input_size, ladder.channels), np.uint8)
+    for stage, answers in zip(stages, chain.walk(image), strict=True):
+        if answers.shape != (1, len(ladder.classes)) or answers.dtype != np.float32:
+            found = f"{answers.dtype} {list(answers.shape)}"
+            raise UserError(f"{stage.path}: answers {found}; float32 [1, {len(ladder.classes)}] is needed")
+    return chain
+
+
+def _named_precision(ladder: Ladder, precision: str) -> str:
+    """int8 is a property of the files, bfloat16 one of the runtime."""
+    if ladder.precision == "float32" or precision not in ("float32", "bfloat16"):
+        return precision
+    if precision != "float32":
+        raise UserError(f"precision {precision!r}: {ladder.folder} holds {ladder.precision} networks; leave it out")
+    return ladder.precision
+
+
+@contextmanager
+def ladder_folder(folder: str | Path) -> Iterator[Path]:
+    """A ladder folder as it is; of a run folder a ladder is made, which needs torch and is gone afterwards."""
+    if is_ladder(folder) or not is_run(folder):
+        yield Path(folder)
+        return
+    require_torch()
+    from cnmm.run import ladder_of_run
+
+    with tempfile.TemporaryDirectory(prefix="cnmm-") as place:
+        ladder_of_run(Path(folder), Path(place))
+        yield Path(place)

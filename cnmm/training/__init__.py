@@ -1,0 +1,1 @@
+"""Training a mixture: configuration, recipes, the loop and its parts."""

@@ -1,0 +1,81 @@
+"""Checkpoints of a training: everything that it goes on from, bit by bit. Nothing here unpickles.
+
+One checkpoint is one folder, `checkpoints/step-00001234`, written aside and renamed; the newest that can be read wins,
+and two are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cnmm._errors import UserError
+from cnmm._files import read_tensors, sync_folder, to_bytes, write_atomically, write_json
+from cnmm.mixture import Mixture
+from cnmm.run_folder import CHECKPOINTS
+
+STATE_FILE = "state.safetensors"
+
+
+def save_state(
+    folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor], step: int
+) -> None:
+    """Writes a checkpoint after `step` steps and removes all but the two newest."""
+    parent = folder / CHECKPOINTS
+    parent.mkdir(exist_ok=True)
+    final = parent / f"step-{step:08d}"
+    if final.exists():
+        return
+    aside = Path(tempfile.mkdtemp(dir=parent, prefix=".aside-"))
+    try:
+        write_atomically(aside / STATE_FILE, to_bytes(_state(model, optimizer, average)))
+        write_json(aside / "state.json", {"step": step})
+        os.chmod(aside, 0o755)
+        os.replace(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_folder(parent)
+    for old in [*sorted(parent.glob("step-*"))[:-2], *parent.glob(".aside-*")]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor]) -> int:
+    """Puts the newest readable checkpoint back and returns its number of steps; 0 if there is none yet."""
+    problems = []
+    for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
+        try:
+            step = int(json.loads((path / "state.json").read_text("utf-8"))["step"])
+            state = read_tensors(path / STATE_FILE, "pt")
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"{path}: {error}")
+            continue
+        targets = _state(model, optimizer, average)
+        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in targets.items()}:
+            raise UserError(f"{path}: its tensors are not those of this model; choose another folder with --out")
+        with torch.no_grad():
+            for name, tensor in targets.items():
+                tensor.copy_(state[name])
+        return step
+    if problems:
+        raise UserError(f"no checkpoint can be read: {'; '.join(problems)}")
+    return 0
+
+
+def _state(model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors that a training goes on from, by name; momentum that is not there yet is zero."""
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    state |= {f"average.{name}": tensor for name, tensor in average.items()}
+    for name, parameter in model.named_parameters():
+        slot = optimizer.state[parameter]
+        if slot.get("momentum_buffer") is None:
+            slot["momentum_buffer"] = torch.zeros_like(parameter)
+        state[f"momentum.{name}"] = slot["momentum_buffer"]
+    return state

@@ -1,0 +1,71 @@
+"""Recipes: functions that return a complete training config. Torch-free.
+
+`cifar10` and `cifar100` are the paper's, exactly; `quick` is ours for a short training on CPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from cnmm._errors import UserError
+from cnmm.training.config import TrainConfig
+
+_RECIPES: dict[str, Callable[[], TrainConfig]] = {}
+
+
+def recipe(name: str, **overrides: Any) -> TrainConfig:
+    """A recipe by name, with some fields changed."""
+    if name not in _RECIPES:
+        raise UserError(f"unknown recipe {name!r}: allowed are {', '.join(_RECIPES)}")
+    config = _RECIPES[name]()
+    allowed = [field.name for field in dataclasses.fields(config) if field.name != "recipe"]
+    for field in overrides:
+        if field not in allowed:
+            near = difflib.get_close_matches(field, allowed, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"unknown training option {field!r}: allowed are {', '.join(allowed)}{hint}")
+    return dataclasses.replace(config, **overrides)
+
+
+def list_recipes() -> list[str]:
+    return list(_RECIPES)
+
+
+def _register(function: Callable[[], TrainConfig]) -> Callable[[], TrainConfig]:
+    _RECIPES[function.__name__] = function
+    return function
+
+
+@_register
+def quick() -> TrainConfig:
+    """Learning by expectations, then ladder tuning: our best for minutes on a CPU (docs/log.md says what was tried)."""
+    return TrainConfig(
+        recipe="quick",
+        epochs=14,
+        batch_size=128,
+        lr=0.2,
+        warmup=0.1,
+        nesterov=True,
+        weight_decay=5e-4,
+        decay_all=False,
+        gates="expectation",
+        group=None,
+        ladder_start=0.65,
+        clip=1.0,
+        precision="auto",
+    )
+
+
+@_register
+def cifar10() -> TrainConfig:
+    """The paper's, section 4.1: SGD with momentum, cosine, 300 epochs, relaxed samples at temperature 2."""
+    return TrainConfig(recipe="cifar10", epochs=300, batch_size=64, lr=0.1, val=5000)
+
+
+@_register
+def cifar100() -> TrainConfig:
+    """The paper's for CIFAR-100: the same as for CIFAR-10."""
+    return dataclasses.replace(cifar10(), recipe="cifar100")

@@ -1,0 +1,394 @@
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cnmm
+from cnmm import create_model
+from cnmm.cli import main as cli
+from cnmm.run_folder import save
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "numpy", "matplotlib", "onnxruntime", "openvino", "safetensors", "PIL")
+
+WITHOUT_HEAVY = f"""
+import sys
+from cnmm.cli.main import main
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {HEAVY}:
+            raise ModuleNotFoundError(name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.exit(main(sys.argv[1:]))
+"""
+
+OPTIONS = {
+    "models": {"--json", "--debug"},
+    "info": {"--num-classes", "--in-chans", "--input-size", "--stem-stride", "--channels", "--json", "--debug"},
+    "draw": {
+        *("--num-classes", "--in-chans", "--input-size", "--stem-stride", "--channels", "--json", "--debug"),
+        *("-o", "--out", "--point"),
+    },
+    "train": {
+        *("--data", "-o", "--out", "--model", "--recipe", "--init", "--resume", "--skip-bad", "--json", "--debug"),
+        *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
+        *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
+        *("--ladder-weight", "--clip", "--average", "--crop", "--flip", "--val", "--seed", "--precision"),
+        *("--device", "--workers"),
+    },
+    "evaluate": {
+        *("--data", "--split", "--point", "--budget", "--raw", "--monte-carlo", "--device", "--workers"),
+        *("--json", "--debug"),
+    },
+    "frontier": {"--data", "--rule", "--images", "--points", "--test", "--plot", "--json", "--debug"},
+    "choose": {"--budget", "--json", "--debug"},
+    "slim": {"-o", "--out", "--budget", "--point", "--data", "--json", "--debug"},
+    "export": {"-o", "--out", "--budget", "--point", "--ladder", "--precision", "--data", "--json", "--debug"},
+    "report": {"-o", "--out", "--data", "--json", "--debug"},
+    "predict": {
+        *("--budget", "--point", "--confidence", "--average-macs", "--deadline-ms", "--runtime", "--threads", "--top"),
+        *("--json", "--debug"),
+    },
+    "bench": {"--runtime", "--threads", "--batch", "--precision", "--seconds", "--json", "--debug"},
+}
+"""The contract: scripts of users depend on every one of these."""
+
+B6S3 = [
+    (1, 5_657_600, 1),
+    (2, 15_209_472, 6),
+    (3, 28_955_648, 24),
+    (4, 46_896_128, 80),
+    (5, 69_030_912, 240),
+    (6, 95_360_000, 672),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch, tmp_path):
+    """Wide help pages without colours, no tracebacks, and a working folder of its own."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("CNMM_DEBUG", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    model = create_model("cnmm_tiny", num_classes=7)
+    with_gates = model.gate_logits.detach()
+    with_gates.copy_(with_gates.new_tensor([0.3 * (-1) ** k * (k % 5) for k in range(len(with_gates))]))
+    save(model, folder)
+    return folder
+
+
+def ask(capsys, *args):
+    """The JSON object that a verb prints; its words, if any, go to stderr."""
+    assert cli.main([*map(str, args), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def complaint(capsys, *args):
+    """The one line that a verb complains with."""
+    assert cli.main(list(map(str, args))) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("cnmm: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+def in_new_process(*args, **options):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(args, capture_output=True, text=True, env=environment, timeout=120, check=False, **options)
+
+
+# What help costs
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], *([verb, "--help"] for verb in OPTIONS)])
+def test_help_imports_nothing_heavy(args):
+    code = (
+        "import sys; from cnmm.cli import main; status = main(sys.argv[1:]); "
+        f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr); sys.exit(status)"
+    )
+    start = time.perf_counter()
+    result = in_new_process(sys.executable, "-c", code, *args)
+    seconds = time.perf_counter() - start
+    print(f"cnmm {' '.join(args)}: {seconds:.2f} s")
+    assert (result.returncode, result.stderr) == (0, "[]\n")
+    assert result.stdout
+    assert seconds < 5  # about 0.2 s on a quiet machine
+
+
+@pytest.mark.parametrize("args", [["models"], ["info", "cnmm_b6s3"], ["info", "cnmm_b6s3", "--json"]])
+def test_looking_at_the_zoo_needs_no_torch(args):
+    result = in_new_process(sys.executable, "-c", WITHOUT_HEAVY, *args)
+    assert result.returncode == 0, result.stderr
+    assert "cnmm_b6s3" in result.stdout
+
+
+def test_python_m_and_version():
+    result = in_new_process(sys.executable, "-m", "cnmm", "--version")
+    assert (result.returncode, result.stdout) == (0, f"cnmm {cnmm.__version__}\n")
+
+
+# The contract
+
+
+def test_verbs_are_frozen():
+    assert set(cli.VERBS) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_options_are_frozen(capsys, verb):
+    assert cli.main([verb, "--help"]) == 0
+    shown = re.findall(r"(?:^\W? +|, )(--?[a-z][a-z-]*)", capsys.readouterr().out, re.MULTILINE)
+    assert set(shown) - {"-h", "--help"} == OPTIONS[verb]
+
+
+def test_usage_errors_keep_the_parsers_form(capsys):
+    for args in ([], ["fly"], ["info"], ["info", "cnmm_b6s3", "--chanels", "4"], ["draw", "cnmm_b6s3"]):
+        assert cli.main(args) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "--help" in err  # where the parser sends people
+        assert not err.startswith("cnmm: ")
+
+
+def test_info_of_the_papers_model(capsys):
+    answer = ask(capsys, "info", "cnmm_b6s3")
+    assert {"model", "maps", "edges", "networks", "macs", "params", "exits"} <= answer.keys()
+    assert (answer["model"], answer["maps"], answer["block_edges"]) == ("cnmm_b6s3", 18, 87)
+    assert answer["edges"] == 87 + 1 + 6
+    assert (answer["macs"], answer["networks"]) == (95_360_000, 672)
+    assert answer["params"] == answer["exits"][-1]["params"]
+    assert answer["format_version"] == 1
+    assert [(row["exit"], row["macs"], row["networks"]) for row in answer["exits"]] == B6S3
+    assert all(row.keys() == {"exit", "macs", "params", "networks"} for row in answer["exits"])
+
+
+@pytest.mark.parametrize(
+    ("model", "macs", "networks"), [("cnmm_b12s3", 341_414_912, 159_744), ("cnmm_seg_b5s5", 2_671_411_200, 2_016)]
+)
+def test_info_of_the_papers_larger_models(capsys, model, macs, networks):
+    answer = ask(capsys, "info", model)
+    assert (answer["macs"], answer["networks"]) == (macs, networks)
+
+
+def test_info_for_people_has_the_same_numbers(capsys):
+    assert cli.main(["info", "cnmm_b6s3"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for _, macs, networks in B6S3:
+        assert re.search(rf" {networks} +{macs:,} ", out)
+
+
+def test_overrides(capsys):
+    plan = cnmm.model_plan("cnmm_b5s4", num_classes=7, in_chans=1, input_size=(96, 64), stem_stride=2, channels=16)
+    flags = ["--num-classes", 7, "--in-chans", 1, "--input-size", 96, 64, "--stem-stride", 2, "--channels", 16]
+    answer = ask(capsys, "info", "cnmm_b5s4", *flags)
+    cost = cnmm.CostTable.of(plan.config).exit()
+    assert (answer["macs"], answer["params"], answer["input_size"]) == (cost.macs, cost.params, [96, 64])
+
+
+def test_models_lists_the_zoo(capsys):
+    answer = ask(capsys, "models")
+    assert [row["model"] for row in answer["models"]] == cnmm.list_models()
+    assert all(row["description"] and row["networks"] >= 1 and row["macs"] > 0 for row in answer["models"])
+    assert [row["model"] for row in ask(capsys, "models", "seg")["models"]] == cnmm.list_models("seg")
+
+
+def test_models_for_people(capsys):
+    assert cli.main(["models"]) == 0
+    out, err = capsys.readouterr()
+    for name in cnmm.list_models():
+        assert name in out
+    assert re.search(r"cnmm_b6s3 +18 +94 +672 +95\.4 M +1\.51 M +3x32x32 +The paper's CIFAR model", out)
+    assert "stem" in err  # says which edges are counted
+
+
+# Run folders
+
+
+def test_info_of_a_run_folder(capsys, run_folder):
+    answer = ask(capsys, "info", run_folder)
+    expected = ask(capsys, "info", "cnmm_tiny", "--num-classes", "7")
+    assert answer.pop("run") == str(run_folder)
+    assert answer == expected
+
+
+def test_a_run_folder_at_another_input_size(capsys, run_folder):
+    answer = ask(capsys, "info", run_folder, "--input-size", 56, 56)
+    expected = ask(capsys, "info", "cnmm_tiny", "--num-classes", 7, "--input-size", 56, 56)
+    assert answer["macs"] == expected["macs"]
+    assert answer["macs"] > 3 * ask(capsys, "info", run_folder)["macs"]
+
+
+def test_a_run_folder_is_drawn_with_its_own_gates(capsys, run_folder):
+    answer = ask(capsys, "draw", run_folder, "--point", "e3c3", "-o", "own.svg")
+    untrained = ask(capsys, "draw", "cnmm_tiny", "--num-classes", 7, "--point", "e3c3", "-o", "zoo.svg")
+    assert answer["point"] == untrained["point"] == "e3c3"
+    assert Path("own.svg").read_bytes() != Path("zoo.svg").read_bytes()
+
+
+def test_a_run_folder_takes_no_overrides(capsys, run_folder):
+    line = complaint(capsys, "info", run_folder, "--num-classes", 9)
+    assert "--num-classes 9" in line
+    assert "run folder" in line
+
+
+def test_a_run_folder_named_like_a_model(capsys, run_folder):
+    shutil.copytree(run_folder, "cnmm_b6s3")
+    assert cli.main(["info", "cnmm_b6s3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["model"] == "cnmm_tiny"
+    assert "run folder" in err
+
+
+def test_any_other_folder_named_like_a_model_changes_nothing(capsys):
+    Path("cnmm_b6s3").mkdir()
+    assert ask(capsys, "info", "cnmm_b6s3")["macs"] == 95_360_000
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["info", "cnmm_b6s33"], ["cnmm_b6s33", "cnmm_b6s3", "cnmm models"]),
+        (["info", "runs/none"], ["runs/none", "no such run folder", "cnmm models"]),
+        (["models", "resnet"], ["'resnet'", "cnmm_b6s3"]),
+        (["info", "cnmm_seg_b5s5", "--input-size", "4", "4"], ["4x4", "at least 64x64"]),
+        (["info", "cnmm_b6s3", "--input-size", "3", "32"], ["3x32", "at least 4x4"]),
+        (["info", "cnmm_b6s3", "--channels", "30"], ["channels=30", "multiple of 4"]),
+        (["info", "cnmm_b6s3", "--stem-stride", "3"], ["stem_stride=3", "1, 2, 4"]),
+        (["draw", "cnmm_b6s3", "-o", "a.svg", "--point", "e9c0"], ["'e9c0'", "no exit 9", "6"]),
+        (["draw", "cnmm_b6s3", "-o", "a.svg", "--point", "e6c999"], ["'e6c999'", "0 to 75", "e6c75"]),
+        (["draw", "cnmm_b6s3", "-o", "a.svg", "--point", "banana"], ["'banana'", "e5c37"]),
+        (["draw", "cnmm_b6s3", "-o", "a.pdf"], ["a.pdf", ".svg or .png", "a.svg"]),
+        (["draw", "cnmm_b6s3", "-o", "a"], [".svg or .png", "a.svg"]),
+        (["draw", "cnmm_tiny", "-o", "none/a.svg"], ["none/a.svg", "mkdir -p none"]),
+    ],
+)
+def test_errors_name_the_value_and_the_fix(capsys, args, words):
+    line = complaint(capsys, *args)
+    for word in words:
+        assert word in line
+    assert list(Path().iterdir()) == []
+
+
+def test_a_file_and_another_folder_are_no_run(capsys):
+    Path("file").write_text("x")
+    Path("folder").mkdir()
+    for name in ("file", "folder"):
+        assert f"{name}: no run folder, config.json is missing" in complaint(capsys, "info", name)
+        assert "cannot be written" in complaint(capsys, "draw", "cnmm_tiny", "-o", "file/a.svg")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"format_version": 1, "model": 3}', '{"format_version": 99, "model": {"name": "x"}}'],
+)
+def test_corrupt_config(capsys, run_folder, text):
+    shutil.copytree(run_folder, "run")
+    Path("run/config.json").write_text(text)
+    assert str(Path("run/config.json")) in complaint(capsys, "info", "run")
+
+
+def test_corrupt_weights(capsys, run_folder):
+    shutil.copytree(run_folder, "run")
+    Path("run/model.safetensors").write_bytes(b"no weights")
+    assert str(Path("run/model.safetensors")) in complaint(capsys, "info", "run")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_folder(capsys):
+    Path("locked").mkdir(mode=0o500)
+    assert "locked/a.svg: cannot be written" in complaint(capsys, "draw", "cnmm_tiny", "-o", "locked/a.svg")
+
+
+def test_a_refused_write(capsys, monkeypatch):
+    def refuse(path, data):
+        raise PermissionError(13, "Permission denied", f".{path.name}.x7")
+
+    monkeypatch.setattr("cnmm.draw.write_atomically", refuse)
+    line = complaint(capsys, "draw", "cnmm_tiny", "-o", "a.svg")
+    assert line.startswith("cnmm: a.svg: cannot be written (Permission denied)")
+
+
+def test_a_folder_instead_of_a_file(capsys):
+    Path("a.svg").mkdir()
+    assert "a.svg: cannot be written" in complaint(capsys, "draw", "cnmm_tiny", "-o", "a.svg")
+    assert [path.name for path in Path().iterdir()] == ["a.svg"]
+
+
+def test_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = complaint(capsys, "draw", "cnmm_tiny", "-o", "a.svg")
+    assert "needs matplotlib" in line
+    assert 'pip install "cnmm[train]"' in line
+
+
+def test_debug_shows_the_traceback(capsys, monkeypatch):
+    assert cli.main(["info", "no_model", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("CNMM_DEBUG", "1")
+    assert cli.main(["info", "no_model"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "find_model", interrupt)
+    assert cli.main(["info", "cnmm_b6s3"]) == 130
+    assert capsys.readouterr() == ("", "cnmm: interrupted\n")
+
+
+def test_a_closed_pipe_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "cnmm", "models"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert result.returncode == 141
+    assert "Error" not in result.stderr
+
+
+# Drawing
+
+
+def test_draw_prints_the_path(capsys):
+    assert cli.main(["draw", "cnmm_tiny", "-o", "a.png"]) == 0
+    assert capsys.readouterr() == ("a.png\n", "")
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_draw_json(capsys):
+    answer = ask(capsys, "draw", "cnmm_b6s3", "--point", "e4c0", "-o", "a.svg")
+    assert (answer["file"], answer["point"], answer["macs"]) == ("a.svg", "e4c0", 46_896_128)
+    answer = ask(capsys, "draw", "cnmm_b6s3", "--out", "a.svg")
+    assert (answer["file"], answer["point"], answer["macs"]) == ("a.svg", "e6c0", 95_360_000)

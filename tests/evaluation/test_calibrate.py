@@ -1,0 +1,105 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from cnmm.evaluation.calibrate import GAP, NEVER, calibrate
+
+MACS = (10, 25, 40)
+
+
+def images(num, exits=3, seed=0):
+    """Of different difficulty; later exits are better, and confidence tells how likely an answer is right."""
+    rng = np.random.default_rng(seed)
+    ease = rng.normal(0.5, 1.5, (num, 1)) + np.linspace(0, 1.5, exits) + rng.normal(0, 0.4, (num, exits))
+    confidence = 1 / (1 + np.exp(-ease))
+    return confidence, rng.uniform(size=(num, exits)) < confidence
+
+
+def counted(confidence, right, macs, needed):
+    """Average macs, accuracy and where images leave, one image after the other."""
+    spent = hits = 0
+    leaving = [0] * len(macs)
+    for sure, hit in zip(confidence, right, strict=True):
+        exit = next((k for k, least in enumerate(needed) if sure[k] >= least), len(macs) - 1)
+        spent += sum(macs[: exit + 1])
+        hits += hit[exit]
+        leaving[exit] += 1
+    num = len(confidence)
+    return spent / num, hits / num, [count / num for count in leaving]
+
+
+def test_rows_against_a_literal_count():
+    confidence, right = images(300)
+    rows = calibrate(confidence, right, MACS)
+    assert rows[0].confidence == (0, 0)
+    assert rows[-1].confidence == (NEVER, NEVER)
+    assert (rows[0].average_macs, rows[-1].average_macs) == (10, 75)
+    for row in rows[:: len(rows) // 9]:
+        spent, hits, leaving = counted(confidence, right, MACS, row.confidence)
+        assert row.average_macs == pytest.approx(spent)
+        assert row.accuracy == pytest.approx(hits)
+        assert row.exits == pytest.approx(leaving)
+
+
+def test_more_macs_never_ask_for_less_confidence_and_leave_no_gap():
+    rows = calibrate(*images(2000), MACS)
+    for low, high in itertools.pairwise(rows):
+        assert 0 < high.average_macs - low.average_macs <= GAP * sum(MACS)
+        assert all(a <= b for a, b in zip(low.confidence, high.confidence, strict=True))
+
+
+def test_nearly_the_best_of_all_thresholds():
+    """Every pair of thresholds on a grid: none is more accurate for the same macs, but for little."""
+    confidence, right = images(400)
+    rows = calibrate(confidence, right, MACS)
+    grid = [0.0, *np.quantile(confidence, np.linspace(0.02, 0.98, 25)), NEVER]
+    for needed in itertools.product(grid, repeat=2):
+        spent, hits, _ = counted(confidence, right, MACS, needed)
+        ours = max(row.accuracy for row in rows if row.average_macs <= spent + GAP * sum(MACS))
+        assert ours >= hits - 0.01, needed
+
+
+def test_better_than_one_threshold_for_all_exits():
+    """Where the first exit is often sure and wrong, it has to be asked for more than the second."""
+    confidence, right = images(4000)
+    confidence[:, 0] = confidence[:, 0] ** 0.2
+    rows = calibrate(confidence, right, MACS)
+    gains = []
+    for threshold in np.quantile(confidence, [0.2, 0.4, 0.6, 0.8]):
+        spent, hits, _ = counted(confidence, right, MACS, (threshold, threshold))
+        gains.append(max(row.accuracy for row in rows if row.average_macs <= spent + GAP * sum(MACS)) - hits)
+    assert min(gains) > 0
+    assert max(gains) > 0.02
+
+
+def test_they_hold_on_other_images():
+    rows = calibrate(*images(5000, seed=1), MACS)
+    confidence, right = images(5000, seed=2)
+    for row in rows[5 :: len(rows) // 5]:
+        spent, hits, _ = counted(confidence, right, MACS, row.confidence)
+        assert spent == pytest.approx(row.average_macs, rel=0.05)
+        assert hits == pytest.approx(row.accuracy, abs=0.02)
+
+
+def test_an_exit_that_is_never_right_is_passed():
+    confidence, right = images(500)
+    right[:, 1] = False
+    rows = calibrate(confidence, right, MACS)
+    best = max(rows, key=lambda row: (row.accuracy, -row.average_macs))
+    assert best.exits[1] == 0
+    assert best.accuracy >= right[:, [0, 2]].mean(0).max()
+
+
+@pytest.mark.parametrize("num", [1, 2, 30])
+def test_few_images_and_equal_confidences(num):
+    for confidence in (np.ones((num, 3)), np.full((num, 3), 0.5), images(num)[0]):
+        rows = calibrate(confidence, np.ones((num, 3), bool), MACS)
+        averages = [row.average_macs for row in rows]
+        assert averages == sorted(averages)
+        assert (averages[0], averages[-1]) == (10, 75)
+
+
+def test_a_single_exit_has_nothing_to_choose():
+    (row,) = calibrate(*images(10, exits=1), (7,))
+    assert (row.confidence, row.average_macs, row.exits) == ((), 7.0, (1.0,))

@@ -1,0 +1,170 @@
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import cnmm
+from cnmm._files import written_aside
+from cnmm.export import ladder as export
+from cnmm.export.ladder import accuracy_of, export_onnx, onnx_bytes, open_onnx, stage_bytes
+from cnmm.export.onnx_writer import Preprocessing
+from cnmm.export.slim import slim, slim_cascade
+
+from .test_slim import random_points, trained
+
+openvino = pytest.importorskip("openvino")
+
+
+def preprocessing(config):
+    rng = np.random.default_rng(3)
+    return Preprocessing(
+        classes=tuple(f"class {k}" for k in range(config.num_classes)),
+        mean=tuple(rng.uniform(0.3, 0.6, config.in_chans)),
+        std=tuple(rng.uniform(0.1, 0.3, config.in_chans)),
+        size=config.input_size,
+    )
+
+
+def raw_images(config, num):
+    return np.random.default_rng(num).integers(0, 256, (num, *config.input_size, config.in_chans), dtype=np.uint8)
+
+
+def prepared(images, about):
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).double() / 255
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (about.mean, about.std))
+    return ((x - mean) / std).float()
+
+
+def by_onnxruntime(data, images):
+    return open_onnx(data).run(None, {"image": images})[0]
+
+
+def by_openvino(data, images):
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(data), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return compiled({"image": images})[0]
+
+
+@pytest.mark.parametrize("name", cnmm.list_models())
+def test_exported_equals_slim_on_both_runtimes(name):
+    model = trained(name)
+    about = preprocessing(model.config)
+    for point in random_points(model, 2, seed=5):
+        network = slim(model, point)
+        data = onnx_bytes(network, about)
+        for num in (1, 3):
+            images = raw_images(model.config, num)
+            with torch.no_grad():
+                expected = network(prepared(images, about)).softmax(1).numpy()
+            for run in (by_onnxruntime, by_openvino):
+                found = run(data, images)
+                assert np.abs(found - expected).max() <= 1e-4 * expected.max()
+
+
+def test_the_file_describes_itself_and_fits_the_standard(tmp_path):
+    model = trained("cnmm_tiny")
+    about = preprocessing(model.config)
+    export_onnx(slim(model, "e2c1"), tmp_path / "a.onnx", about)
+    proto = onnx.load(tmp_path / "a.onnx")
+    onnx.checker.check_model(proto, full_check=True)
+    found = {prop.key: prop.value for prop in proto.metadata_props}
+    assert json.loads(found["classes"]) == list(about.classes)
+    assert json.loads(found["mean"]) == list(about.mean)
+    assert json.loads(found["std"]) == list(about.std)
+    assert (found["point"], found["precision"], json.loads(found["input_size"])) == ("e2c1", "float32", [28, 28])
+    assert int(found["macs"]) == cnmm.CostTable.of(model.config).point(cnmm.named_point(model, "e2c1")).macs
+    assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
+
+
+def chained(stages, images):
+    """The probabilities of every exit, each stage fed with what the earlier ones made."""
+    made, answers = {"image": images}, []
+    for data in stages:
+        session = open_onnx(data)
+        names = [output.name for output in session.get_outputs()]
+        feed = {source.name: made[source.name] for source in session.get_inputs()}
+        made.update(zip(names, session.run(names, feed), strict=True))
+        answers.append(made["probabilities"])
+    return answers
+
+
+@pytest.mark.parametrize("name", ["cnmm_tiny", "cnmm_b4s3_c32", "cnmm_seg_tiny"])
+def test_chained_stages_equal_the_exits_of_the_mixture(name):
+    model = trained(name)
+    about = preprocessing(model.config)
+    images = raw_images(model.config, 3)
+    for point in random_points(model, 3, seed=2):
+        with torch.no_grad():
+            expected = model.forward_exits(prepared(images, about), point)
+        found = chained(stage_bytes(slim_cascade(model, point), about), images)
+        assert len(found) == len(expected)
+        for scores, probabilities in zip(expected.values(), found, strict=True):
+            assert np.abs(probabilities - scores.softmax(1).numpy()).max() < 1e-4
+
+
+def test_a_stage_reads_only_what_it_needs():
+    model = trained("cnmm_b4s3_c32")
+    stages = [open_onnx(data) for data in stage_bytes(slim_cascade(model, "e4a0"))]
+    made = set()
+    for session in stages:
+        made |= {output.name for output in session.get_outputs()} - {"probabilities"}
+    read = {source.name for session in stages for source in session.get_inputs()} - {"image"}
+    assert made == read
+
+
+def test_a_wrong_export_is_never_put_in_place(tmp_path, monkeypatch):
+    model = trained("cnmm_tiny")
+    written = export.onnx_model
+
+    def wrong(graph, tensors, about, **metadata):
+        return written(graph, {**tensors, "logits3.bias": tensors["logits3.bias"] + np.arange(10)}, about, **metadata)
+
+    monkeypatch.setattr(export, "onnx_model", wrong)
+    with pytest.raises(ValueError, match="differs from the one in torch"):
+        export_onnx(slim(model), tmp_path / "a.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_existing_files_and_missing_folders_are_refused(tmp_path):
+    network = slim(trained("cnmm_tiny"))
+    (tmp_path / "a.onnx").write_text("mine")
+    with pytest.raises(ValueError, match="exists"):
+        export_onnx(network, tmp_path / "a.onnx")
+    assert (tmp_path / "a.onnx").read_text() == "mine"
+    with pytest.raises(ValueError, match="no folder"):
+        export_onnx(network, tmp_path / "b" / "a.onnx")
+
+
+def test_a_folder_appears_complete_or_not_at_all(tmp_path):
+    def fail():
+        with written_aside(tmp_path / "a") as aside:
+            (aside / "x").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not list(tmp_path.iterdir())
+    with written_aside(tmp_path / "a") as aside:
+        (aside / "x").write_text("x")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["x"]
+    with pytest.raises(ValueError, match="exists"), written_aside(tmp_path / "a"):
+        pass
+
+
+def test_int8_is_close_and_needs_images():
+    model = trained("cnmm_tiny")
+    about = preprocessing(model.config)
+    network, images = slim(model), raw_images(model.config, 64)
+    with pytest.raises(ValueError, match="--data"):
+        onnx_bytes(network, about, precision="int8")
+    plain, small = onnx_bytes(network, about), onnx_bytes(network, about, precision="int8", calibration=images)
+    kinds = {node.op_type for node in onnx.load_from_string(small).graph.node}
+    assert "QuantizeLinear" in kinds
+    found, expected = by_onnxruntime(small, images), by_onnxruntime(plain, images)
+    assert not np.array_equal(found, expected)
+    assert np.abs(found - expected).max() < 0.15
+    labels = expected.argmax(1)
+    assert accuracy_of(plain, [(images, labels)]) == 1.0
+    assert accuracy_of(small, [(images, labels)]) > 0.8

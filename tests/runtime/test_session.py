@@ -1,0 +1,791 @@
+import dataclasses
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import cnmm
+from cnmm.cli import main as cli
+from cnmm.cli import running as verbs_serve
+from cnmm.ladder import Stage, StagedCascade, read_ladder
+from cnmm.runtime import latency
+from cnmm.runtime.early_exit import LoadedCascade, keep_deadline, leave_early
+from cnmm.runtime.session import Session
+from tests.runtime.ladders import CLASSES, POINTS, SIZE, STAGE_MACS, make_ladder, network, write, written
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNTIMES = [name for name in latency.RUNTIMES if latency.runtime_version(name)]
+FULL = sum(STAGE_MACS)
+
+WITHOUT_TORCH = """
+import sys
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("torch", "safetensors", "matplotlib", "onnx"):
+            raise ModuleNotFoundError(name=name)
+
+sys.meta_path.insert(0, Missing())
+from cnmm.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ladders") / "a"
+    make_ladder(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=RUNTIMES)
+def session(request, folder):
+    with Session(folder, runtime=request.param, threads=1) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def images():
+    """Of one colour each, so that the networks can tell them apart."""
+    generator = np.random.default_rng(0)
+    return (generator.integers(0, 256, (70, 1, 1, 3)) * generator.random((70, SIZE, SIZE, 1))).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory, images):
+    path = tmp_path_factory.mktemp("pictures") / "a.png"
+    Image.fromarray(images[0]).resize((40, 30)).save(path)
+    return path
+
+
+def refused(function, *args, **options):
+    """The one line of a ValueError."""
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        function(*args, **options)
+    return str(caught.value)
+
+
+# Points
+
+
+def test_points_are_those_of_the_manifest(session):
+    found = [(p.point, p.exit, p.macs, p.accuracy) for p in session.points]
+    assert found == list(POINTS)
+    assert (session.classes, session.input_size, session.channels) == (CLASSES, (SIZE, SIZE), 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "point"),
+    [
+        ({}, "e3c0"),
+        ({"point": "e1c0"}, "e1c0"),
+        ({"budget": "2k"}, "e2c3"),
+        ({"budget": "40%"}, "e2c3"),
+        ({"budget": 1999}, "e1c0"),
+        ({"budget": "acc:0.6"}, "e2c3"),
+    ],
+)
+def test_the_point_is_chosen_per_call(session, images, options, point):
+    answer = session.predict(images, **options)
+    chosen = next(p for p in session.points if p.point == point)
+    assert (answer.point, answer.macs) == (point, chosen.macs)
+    assert answer.exits.tolist() == [chosen.exit] * len(images)
+    assert answer.probabilities.dtype == np.float32
+    assert answer.probabilities.sum(1) == pytest.approx(1)
+
+
+def test_an_answer_does_not_depend_on_the_batch(session, images):
+    """70 images are more than one pass takes."""
+    for point, *_ in POINTS:
+        together = session.predict(images, point=point).probabilities
+        alone = np.concatenate([session.predict(image, point=point).probabilities for image in images])
+        assert together == pytest.approx(alone, abs=1e-6)
+        assert len(np.unique(together.round(5), axis=0)) == len(images)
+
+
+def test_runtimes_agree(folder, images):
+    answers = []
+    for name in RUNTIMES:
+        with Session(folder, runtime=name, threads=1) as session:
+            answers += [(session.predict(images).probabilities, session.predict(images, confidence=0.6))]
+    for probabilities, early in answers[1:]:
+        assert probabilities == pytest.approx(answers[0][0], abs=1e-5)
+        assert early.probabilities == pytest.approx(answers[0][1].probabilities, abs=1e-5)
+
+
+def test_top(session, images):
+    answer = session.predict(images)
+    for row, best in zip(answer.probabilities, answer.top(2), strict=True):
+        order = sorted(range(len(CLASSES)), key=lambda index: -row[index])
+        assert best == tuple((CLASSES[index], float(row[index])) for index in order[:2])
+    assert [len(best) for best in answer.top(99)] == [len(CLASSES)] * len(images)
+    assert "top(0)" in refused(answer.top, 0)
+
+
+def test_answers_are_not_overwritten_by_later_calls(session, images):
+    first = session.predict(images[0])
+    before = first.probabilities.copy()
+    session.predict(images[1])
+    assert np.array_equal(first.probabilities, before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_eight_threads_with_random_points_give_the_serial_answers(folder, images, runtime, threads):
+    options = [{"point": name} for name, *_ in POINTS]
+    options += [{"confidence": 0.55}, {"confidence": 0.9}, {"average_macs": "60%"}, {"budget": "2k"}]
+    work = [(random.Random(seed).choice(options), seed % 7, 1 + seed % 3) for seed in range(160)]
+    with Session(folder, runtime=runtime, threads=threads) as session:
+
+        def call(job):
+            chosen, first, count = job
+            answer = session.predict(images[first : first + count], **chosen)
+            return answer.point, answer.macs, answer.exits.tolist(), answer.probabilities
+
+        serial = [call(job) for job in work]
+        with ThreadPoolExecutor(8) as pool:
+            parallel = list(pool.map(call, work))
+    for one, other in zip(serial, parallel, strict=True):
+        assert one[:3] == other[:3]
+        assert one[3] == pytest.approx(other[3], abs=1e-6)
+
+
+def test_only_some_points_are_loaded(folder, images):
+    with Session(folder, threads=1, points=["e1c0", "e2c3"], cascade=False) as session:
+        assert session.predict(images).point == "e2c3"
+        assert [point.point for point in session.points] == ["e1c0", "e2c3"]
+        assert "e3c0" in refused(session.predict, images, point="e3c0")
+        assert "no cascade" in refused(session.predict, images, confidence=0.5)
+    assert "'e9c9'" in refused(Session, folder, points=["e9c9"])
+
+
+def test_a_ladder_without_a_cascade(tmp_path, images):
+    make_ladder(tmp_path, cascade=False)
+    with Session(tmp_path, threads=1) as session:
+        assert session.cascade is None
+        assert session.stage_p95_ms == ()
+        for options in ({"confidence": 0.5}, {"average_macs": "2k"}, {"deadline_ms": 10}):
+            assert "no cascade" in refused(session.predict, images[0], **options)
+
+
+def test_a_closed_session_answers_nothing(folder, images):
+    session = Session(folder, threads=1)
+    with session:
+        pass
+    assert session.points == ()
+    for options in ({}, {"point": "e1c0"}, {"confidence": 0.5}, {"budget": "2k"}):
+        assert "loaded" in refused(session.predict, images, **options)
+
+
+def test_sessions_with_different_threads_live_side_by_side(folder, images):
+    answers = []
+    for threads in (2, 3, 1, 2):
+        with Session(folder, threads=threads) as session:
+            answers.append(session.predict(images).probabilities)
+    for other in answers[1:]:
+        assert other == pytest.approx(answers[0], abs=1e-6)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_one_thread_is_the_callers(folder):
+    before = len(os.listdir("/proc/self/task"))
+    with Session(folder, threads=1):
+        assert len(os.listdir("/proc/self/task")) == before
+    with Session(folder, threads=2):
+        assert len(os.listdir("/proc/self/task")) > before
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_threads_sleep_between_calls(folder, images, runtime):
+    with Session(folder, runtime=runtime, threads=3) as session:
+        for point in session.points:
+            session.predict(images, point=point.point)
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1
+
+
+def test_other_users_of_onnxruntime_are_left_alone(folder, images):
+    import onnxruntime
+
+    with Session(folder, threads=2) as session:
+        theirs = onnxruntime.InferenceSession(folder / "e1c0.onnx")
+        (probabilities,) = theirs.run(None, {"image": images[:2]})
+        assert probabilities == pytest.approx(session.predict(images[:2], point="e1c0").probabilities, abs=1e-6)
+
+
+def test_calls_keep_nothing(session, images):
+    def call(times):
+        for _ in range(times):
+            for options in ({"point": "e1c0"}, {"confidence": 0.6}, {"average_macs": "60%"}, {"budget": "2k"}):
+                session.predict(images[:9], **options)
+                session.predict(images[0], **options)
+        gc.collect()
+
+    tracemalloc.start()
+    try:
+        call(20)
+        before = tracemalloc.get_traced_memory()[0]
+        call(100)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 50_000  # 800 answers that were kept would be ten times as much
+
+
+# Early exit
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.5, 0.6, 0.75, 0.9, 1.0])
+def test_every_image_gets_what_it_gets_alone(session, images, confidence):
+    together = session.predict(images, confidence=confidence)
+    alone = [session.predict(image, confidence=confidence) for image in images]
+    assert together.exits.tolist() == [int(answer.exits[0]) for answer in alone]
+    assert together.probabilities == pytest.approx(np.concatenate([a.probabilities for a in alone]), abs=1e-6)
+    assert together.macs == pytest.approx(np.mean([answer.macs for answer in alone]))
+    assert together.macs == pytest.approx(np.mean(np.cumsum(STAGE_MACS)[together.exits - 1]))
+
+
+def test_an_image_leaves_at_the_first_confident_exit(session, images):
+    """Stages chained are the exits: the points e1c0, e2c3 and e3c0 are the same three networks."""
+    exits = np.stack([session.predict(images, point=name).probabilities for name, *_ in POINTS])
+    answer = session.predict(images, confidence=0.6)
+    sure = exits.max(2) >= 0.6
+    sure[-1] = True
+    expected = sure.argmax(0)
+    assert answer.exits.tolist() == (expected + 1).tolist()
+    assert len(set(expected.tolist())) == 3  # all three exits are used
+    assert answer.probabilities == pytest.approx(exits[expected, np.arange(len(images))], abs=1e-6)
+
+
+def test_confidence_is_a_probability(session, images):
+    for value in (-0.1, 1.1, float("nan")):
+        assert f"confidence={value}" in refused(session.predict, images, confidence=value)
+
+
+def fake_cascade(chain, stages=3, p95_ms=(1.0, 1.0, 1.0), thresholds=()):
+    files = [
+        Stage(path=Path("none.onnx"), sha256="", exit=n + 1, macs=10 ** (n + 1), inputs=(), outputs=())
+        for n in range(stages)
+    ]
+    return LoadedCascade(
+        cascade=StagedCascade(point="e3c0", stages=tuple(files), thresholds=thresholds), chain=chain, p95_ms=p95_ms
+    )
+
+
+class FakeChain:
+    """Stage k answers with the k-th column of `sure` as the probability of class 0."""
+
+    def __init__(self, sure, seconds=0.0):
+        self.sure, self.seconds = np.asarray(sure, np.float32), seconds
+        self.ran, self.kept, self.closed = [], [], False
+
+    def walk(self, images):
+        rows = images[:, 0, 0, 0].astype(int)
+        try:
+            for stage in range(self.sure.shape[1]):
+                time.sleep(self.seconds)
+                self.ran.append(rows.tolist())
+                keep = yield np.stack([self.sure[rows, stage], 1 - self.sure[rows, stage]], 1)
+                self.kept.append(keep)
+                rows = rows if keep is None else rows[keep]
+        finally:
+            self.closed = True
+
+
+def test_the_batch_closes_ranks():
+    chain = FakeChain([[0.9, 0.9, 0.9], [0.6, 0.6, 0.6], [0.6, 0.8, 0.9], [0.7, 0.7, 0.6], [0.95, 0.9, 0.9]])
+    images = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1)
+    probabilities, exits = np.zeros((5, 2), np.float32), np.zeros(5, np.int64)
+    spent = leave_early(fake_cascade(chain), images, (0.8, 0.8), probabilities, exits)
+    assert chain.ran == [[0, 1, 2, 3, 4], [1, 2, 3], [1, 3]]
+    assert exits.tolist() == [1, 3, 2, 3, 1]
+    assert probabilities[:, 0] == pytest.approx([0.9, 0.6, 0.8, 0.6, 0.95])
+    assert spent == 5 * 10 + 3 * 100 + 2 * 1000
+    assert chain.closed
+
+
+def test_nothing_is_copied_when_all_stay_and_nothing_runs_when_none_does():
+    images = np.arange(2, dtype=np.uint8).reshape(2, 1, 1, 1)
+    probabilities, exits = np.zeros((2, 2), np.float32), np.zeros(2, np.int64)
+    chain = FakeChain([[0.6, 0.9, 0.9], [0.6, 0.9, 0.9]])
+    assert leave_early(fake_cascade(chain), images, (0.8, 0.8), probabilities, exits) == 2 * 110
+    assert chain.ran == [[0, 1], [0, 1]]
+    assert chain.kept == [None]
+
+
+@pytest.mark.parametrize(
+    ("average", "confidence"),
+    [(1000, 0.0), (1500, 0.25), (2000, 0.5), (3000, 0.7), ("60%", 0.7), (4500, 1.0), (5000, 1.1), ("200%", 1.1)],
+)
+def test_thresholds_are_interpolated(folder, average, confidence):
+    from cnmm.runtime.early_exit import confidence_for
+
+    cascade = read_ladder(folder).cascade
+    assert confidence_for(cascade, average, 5000) == pytest.approx((confidence, 1.1 * confidence))
+
+
+def test_average_macs_uses_the_confidence_of_each_exit(session, images):
+    for average in (1200, 2200, 3500):
+        first, second = session.cascade.confidence(average)
+        expected = []
+        for image in images:
+            answers = [each.max() for each in session._cascade.chain.walk(image[None])]
+            expected.append(1 if answers[0] >= first else 2 if answers[1] >= second else 3)
+        assert session.predict(images, average_macs=average).exits.tolist() == expected
+    assert session.predict(images, average_macs="100%").exits.tolist() == [3] * len(images)
+
+
+def test_an_average_below_the_cheapest_is_refused(session, images):
+    assert "1,000" in refused(session.predict, images, average_macs=999)
+    for value in ("20ms", "acc:0.5"):
+        assert f"average_macs='{value}'" in refused(session.predict, images, average_macs=value)
+
+
+def test_thresholds_that_share_an_average():
+    from cnmm.cascade import Threshold
+
+    rows = [(0.1, 5), (0.2, 5), (0.3, 9), (0.4, 9)]
+    table = tuple(Threshold(confidence=(t,), average_macs=a, accuracy=0.5, exits=()) for t, a in rows)
+    cascade = StagedCascade(point="x", stages=(), thresholds=table)
+    assert [cascade.confidence(value)[0] for value in (5, 7, 9)] == pytest.approx([0.2, 0.25, 0.4])
+    assert "not calibrated" in refused(StagedCascade(point="x", stages=(), thresholds=()).confidence, 5)
+
+
+# Deadlines
+
+
+def test_a_deadline_ends_before_the_stage_that_might_be_late():
+    image = np.zeros((1, 1, 1, 1), np.uint8)
+    for expected, deadline_s in ((1, 0.05), (2, 0.1), (3, 1.0)):
+        chain = FakeChain([[0.5, 0.6, 0.7]], seconds=0.02)
+        start = time.perf_counter()
+        answers, done = keep_deadline(fake_cascade(chain, p95_ms=(20.0, 45.0, 60.0)), image, start + deadline_s)
+        assert time.perf_counter() - start < deadline_s + 0.1
+        # a machine that is busy may stop earlier, never later
+        assert 1 <= done <= expected
+        assert answers[0, 0] == pytest.approx(0.4 + 0.1 * done)
+        assert len(chain.ran) == done
+        assert chain.closed
+    assert done == 3
+
+
+def test_deadlines_of_a_session(session, images):
+    first, *_ = session.stage_p95_ms
+    assert len(session.stage_p95_ms) == 3
+    late = session.predict(images[0], deadline_ms=10_000)
+    assert late.exits.tolist() == [3]
+    assert (late.macs, late.point) == (FULL, "e3c0")
+    assert late.probabilities == pytest.approx(session.predict(images[0], point="e3c0").probabilities, abs=1e-6)
+    line = refused(session.predict, images[0], deadline_ms=first / 2)
+    assert f"{first:.3g} ms" in line
+    assert "one image" in refused(session.predict, images[:2], deadline_ms=10_000)
+
+
+def test_a_late_second_stage_is_not_begun(folder, images):
+    with Session(folder, threads=1) as session:
+        slow = (0.001, 1e6, 1e6)
+        session._cascade = dataclasses.replace(session._cascade, p95_ms=slow)
+        answer = session.predict(images[0], deadline_ms=50)
+        assert (answer.exits.tolist(), answer.macs) == ([1], STAGE_MACS[0])
+        alone = session.predict(images[0], point="e1c0").probabilities
+        assert answer.probabilities == pytest.approx(alone, abs=1e-6)
+
+
+# What goes in
+
+
+def test_options_exclude_each_other(session, images):
+    assert "budget and confidence" in refused(session.predict, images, budget="2k", confidence=0.5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (np.zeros((2, SIZE, SIZE, 3), np.float32), "float32"),
+        (np.zeros((2, SIZE, SIZE, 1), np.uint8), "[2, 8, 8, 1]"),
+        (np.zeros((SIZE, SIZE), np.uint8), "[8, 8]"),
+        (np.zeros((0, SIZE, SIZE, 3), np.uint8), "[0, 8, 8, 3]"),
+        (np.zeros((1, 9, SIZE, 3), np.uint8), "[N, 8, 8, 3]"),
+        ([], "no images"),
+        ([3], "int"),
+        ("none.png", "none.png"),
+    ],
+)
+def test_bad_images(session, bad, words):
+    assert words in refused(session.predict, bad)
+
+
+def test_arrays_of_any_strides(session, images):
+    wide = np.zeros((3, SIZE, 2 * SIZE, 3), np.uint8)
+    wide[:, :, ::2] = images[:3]
+    answer = session.predict(wide[:, :, ::2]).probabilities
+    assert answer == pytest.approx(session.predict(images[:3]).probabilities, abs=1e-6)
+
+
+def test_files_are_fitted_as_for_training(session, picture):
+    from cnmm.data.images import decode_image
+
+    fitted = decode_image(picture, (SIZE, SIZE))
+    expected = session.predict(fitted).probabilities
+    for same in (picture, str(picture), [picture], Image.open(picture)):
+        assert np.array_equal(session.predict(same).probabilities, expected)
+    assert len(session.predict([picture, Image.open(picture)]).probabilities) == 2
+
+
+def test_colours_become_grey_for_a_grey_network(tmp_path, picture):
+    make_ladder(tmp_path, channels=1, cascade=False)
+    grey = Image.open(picture).convert("L")
+    with Session(tmp_path, threads=1) as session:
+        from_colours = session.predict(picture).probabilities
+        array = np.asarray(Image.open(picture).convert("RGB").resize((SIZE, SIZE), Image.Resampling.BICUBIC))
+        assert session.predict(grey).probabilities == pytest.approx(from_colours, abs=0.05)
+        plain = Image.fromarray(np.full((SIZE, SIZE), 77, np.uint8))
+        expected = session.predict(np.full((SIZE, SIZE, 1), 77, np.uint8)).probabilities
+        assert np.array_equal(session.predict(plain).probabilities, expected)
+        assert "[N, 8, 8, 1]" in refused(session.predict, array)
+
+
+# Budgets in milliseconds
+
+
+def test_milliseconds_go_by_what_was_measured_here(tmp_path, images):
+    make_ladder(tmp_path)
+    with Session(tmp_path, threads=1) as session:
+        line = refused(session.predict, images, budget="25ms")
+        assert "'25ms'" in line
+        assert f"cnmm bench {tmp_path}" in line
+    times = [
+        latency.Timing(point=name, macs=macs, median_ms=ms, p95_ms=ms, n=9)
+        for (name, _, macs, _), ms in zip(POINTS, (1, 2, 30), strict=True)
+    ]
+    store_measurement(tmp_path, times)
+    with Session(tmp_path, threads=1) as session:
+        assert session.choose("25ms").point == "e2c3"
+        assert session.predict(images, budget="1.5ms").point == "e1c0"
+        assert "0.5ms" in refused(session.choose, "0.5ms")
+    with Session(tmp_path, threads=2) as session:
+        assert "2 threads" in refused(session.choose, "25ms")
+
+
+def store_measurement(folder, times, **changes):
+    fields = {"machine": latency.machine(), "runtime": "onnx", "runtime_version": latency.runtime_version("onnx")}
+    fields |= {"precision": "float32", "threads": 1, "batch": 1, "points": tuple(times)} | changes
+    latency.store(folder, latency.Measurement(**fields))
+
+
+# Ladders from anywhere
+
+
+def spoil(tmp_path, change):
+    manifest = make_ladder(tmp_path)
+    change(manifest)
+    write(tmp_path, manifest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.onnx", "/etc/passwd", "a/b.onnx", "..", "c:x.onnx", "a\\b.onnx", ".hidden.onnx", "", 3, None, "x.txt"],
+)
+@pytest.mark.parametrize("part", ["point", "stage"])
+def test_a_manifest_may_not_name_files_elsewhere(tmp_path, name, part):
+    (tmp_path / "x.onnx").write_bytes(network(1))
+
+    def change(manifest):
+        entry = manifest["points"][0] if part == "point" else manifest["cascade"]["stages"][0]
+        entry["file"] = name
+
+    spoil(tmp_path / "a", change)
+    assert "plain name" in refused(Session, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.pop("format_version"), "format_version"),
+        (lambda m: m.update(format_version=99), "99"),
+        (lambda m: m.update(kind="run"), "kind"),
+        (lambda m: m.update(task="segmentation"), "task"),
+        (lambda m: m.update(precision="float8"), "float8"),
+        (lambda m: m.update(points=[]), "points"),
+        (lambda m: m["points"][1].pop("macs"), "macs"),
+        (lambda m: m["points"][1].update(accuracy="good"), "accuracy"),
+        (lambda m: m["points"][1].pop("sha256"), "sha256"),
+        (lambda m: m.update(classes="cat"), "classes"),
+        (lambda m: m.update(classes=["cat", "dog"]), "[1, 2]"),
+        (lambda m: m.pop("input"), "input"),
+        (lambda m: m["input"].update(height=-1), "input.height"),
+        (lambda m: m["input"].update(width=9), ".onnx"),
+        (lambda m: m.update(cascade=[]), "cascade"),
+        (lambda m: m["cascade"].update(stages=[]), "cascade.stages"),
+        (lambda m: m["cascade"]["stages"][0].update(outputs=["h1"]), "outputs"),
+        (lambda m: m["cascade"]["stages"].pop(0), "'h1'"),
+        (lambda m: m["cascade"]["stages"][1].update(exit=1), "ascend"),
+        (lambda m: m["cascade"]["thresholds"].reverse(), "ascend"),
+        (lambda m: m["cascade"]["thresholds"][0].update(confidence=None), "thresholds[0].confidence"),
+        (lambda m: m["cascade"]["thresholds"][1].update(confidence=[0.5]), "[0.5]; 2 numbers"),
+        (lambda m: m["cascade"]["thresholds"][1].update(exits=[1, 0]), "[1, 0]; 3 numbers"),
+        (lambda m: m["cascade"].pop("point"), "point"),
+    ],
+)
+def test_a_corrupt_manifest(tmp_path, change, words):
+    spoil(tmp_path, change)
+    line = refused(Session, tmp_path, threads=1)
+    assert words in line
+    assert str(tmp_path) in line
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "{}", "[" * 100_000, "\x00"])
+def test_a_manifest_that_is_no_manifest(tmp_path, text):
+    make_ladder(tmp_path)
+    (tmp_path / "ladder.json").write_text(text)
+    assert str(tmp_path / "ladder.json") in refused(Session, tmp_path)
+
+
+def test_no_ladder_at_all(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
+        assert f"{path}: no ladder folder" in refused(Session, path)
+
+
+def test_a_missing_and_a_changed_file(tmp_path):
+    make_ladder(tmp_path)
+    path = tmp_path / "e2c3.onnx"
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert f"{path}: not the file" in refused(Session, tmp_path)
+    path.unlink()
+    assert f"{path}: cannot be read" in refused(Session, tmp_path)
+    with Session(tmp_path, threads=1, points=["e1c0"]) as session:
+        assert len(session.points) == 1
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("content", ["empty", "noise", "cut"])
+def test_a_file_that_is_no_network(tmp_path, capfd, runtime, content):
+    good = network(2)
+    data = {"empty": b"", "noise": bytes(range(256)) * 9, "cut": good[: len(good) // 2]}[content]
+    spoil(tmp_path, lambda m: m["points"][1].update(written(tmp_path, "e2c3.onnx", data)))
+    assert str(tmp_path / "e2c3.onnx") in refused(Session, tmp_path, runtime=runtime, threads=1)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_network_with_other_tensors(tmp_path, runtime):
+    made = make_ladder(tmp_path / "grey", channels=1)
+    content = (tmp_path / "grey" / "stage1.onnx").read_bytes()
+    assert made
+    spoil(tmp_path / "a", lambda m: m["points"][1].update(written(tmp_path / "a", "e2c3.onnx", content)))
+    assert "e2c3.onnx: its tensors are" in refused(Session, tmp_path / "a", runtime=runtime, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"runtime": "torch"}, ["'torch'", "onnx, openvino"]),
+        ({"threads": 0}, ["threads=0"]),
+        ({"precision": "float8"}, ["'float8'"]),
+        ({"precision": "bfloat16"}, ["bfloat16", "openvino"]),
+    ],
+)
+def test_bad_settings(folder, options, words):
+    line = refused(Session, folder, **options)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.skipif("openvino" not in RUNTIMES, reason="needs OpenVINO")
+def test_bfloat16_where_the_cpu_has_it(folder, images):
+    import openvino
+
+    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        assert "this CPU" in refused(Session, folder, runtime="openvino", precision="bfloat16")
+        return
+    with Session(folder, runtime="openvino", precision="bfloat16", threads=1) as session:
+        exact = Session(folder, runtime="openvino", threads=1).predict(images).probabilities
+        assert session.predict(images).probabilities == pytest.approx(exact, abs=0.1)
+
+
+def test_int8_is_a_property_of_the_ladder(tmp_path):
+    spoil(tmp_path, lambda m: m.update(precision="int8"))
+    with Session(tmp_path, threads=1) as session:
+        assert session.precision == "int8"
+    assert "int8" in refused(Session, tmp_path, precision="bfloat16", runtime="openvino")
+
+
+def test_a_runtime_that_is_not_installed(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    assert 'pip install "cnmm[openvino]"' in refused(Session, folder, runtime="openvino")
+
+
+def test_a_run_folder_becomes_a_ladder_and_leaves_nothing(tmp_path, images, monkeypatch):
+    run, places = tmp_path / "run", []
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+
+    def ladder_of_run(source, place):
+        assert source == run
+        places.append(place)
+        make_ladder(place)
+
+    monkeypatch.setitem(sys.modules, "cnmm.run", types.SimpleNamespace(ladder_of_run=ladder_of_run))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with cnmm.Session(run, threads=1) as session:
+        assert not places[0].exists()
+        assert session.predict(images).point == "e3c0"
+        assert f"cnmm bench {run}" in refused(session.choose, "9ms")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+# The command line
+
+
+def ask(capsys, *args):
+    assert cli.main([*map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def complaint(capsys, *args):
+    assert cli.main(list(map(str, args))) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("cnmm: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_predict_verb(capsys, folder, picture):
+    answer = ask(capsys, "predict", folder, picture, picture, "--budget", "2k", "--top", 2, "--threads", 1)
+    assert (answer["point"], answer["macs"]) == ("e2c3", 2000)
+    assert answer["time_ms"] > 0
+    with Session(folder, threads=1) as session:
+        (best,) = session.predict(picture, point="e2c3").top(2)
+    expected = [{"label": label, "p": pytest.approx(p, abs=1e-6)} for label, p in best]
+    assert [(row["file"], row["top"]) for row in answer["results"]] == [(str(picture), expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "point"),
+    [
+        ([], "e3c0"),
+        (["--point", "e1c0"], "e1c0"),
+        (["--confidence", "0"], "e3c0"),
+        (["--average-macs", "60%"], "e3c0"),
+        (["--deadline-ms", "5000"], "e3c0"),
+    ],
+)
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_predict_verb_chooses(capsys, folder, picture, flags, point, runtime):
+    answer = ask(capsys, "predict", folder, picture, *flags, "--runtime", runtime, "--threads", 1)
+    assert answer["point"] == point
+    if flags[:1] == ["--confidence"]:
+        assert (answer["results"][0]["exit"], answer["macs"]) == (1, STAGE_MACS[0])
+
+
+def test_predict_verb_for_people(capsys, folder, picture):
+    assert cli.main(["predict", str(folder), str(picture), "--threads", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert str(picture) in out
+    assert sum(name in out for name in CLASSES) == 3
+    assert "point e3c0, 4.00 k macs per image" in err
+    assert cli.main(["predict", str(folder), str(picture), "--threads", "1", "--confidence", "0.5"]) == 0
+    out, err = capsys.readouterr()
+    assert "exit" in out
+    assert "cascade e3c0" in err
+
+
+def test_predict_verb_complains(capsys, folder, picture, tmp_path):
+    text, bomb = tmp_path / "a.txt", tmp_path / "bomb.png"
+    text.write_text("no image")
+    Image.new("1", (20_000, 10_000)).save(bomb)
+    for bad in (text, bomb, tmp_path / "none.png", tmp_path):
+        line = complaint(capsys, "predict", folder, picture, bad)
+        assert str(bad) in line
+        assert "skip_bad" not in line
+    assert "1,000 macs" in complaint(capsys, "predict", folder, picture, "--budget", "10")
+    assert "cnmm bench" in complaint(capsys, "predict", folder, picture, "--budget", "9ms")
+    assert "--budget and --point" in complaint(capsys, "predict", folder, picture, "--budget", "9k", "--point", "e1c0")
+    assert "'e9c9'" in complaint(capsys, "predict", folder, picture, "--point", "e9c9")
+    assert "top(0)" in complaint(capsys, "predict", folder, picture, "--top", 0)
+    assert "ladder.json" in complaint(capsys, "predict", tmp_path, picture)
+    line = complaint(capsys, "predict", folder, picture, "--deadline-ms", "0")
+    assert "first exit alone" in line
+
+
+def test_bench_verb(capsys, tmp_path, picture):
+    make_ladder(tmp_path)
+    answer = ask(capsys, "bench", tmp_path, "--seconds", 0, "--threads", 1)
+    assert answer["machine"] == latency.machine()
+    assert [entry["runtime"] for entry in answer["measurements"]] == RUNTIMES
+    fastest = min(answer["measurements"], key=lambda entry: sum(row["median_ms"] for row in entry["points"]))
+    assert {name: answer[name] for name in fastest} == fastest
+    for entry in answer["measurements"]:
+        assert (entry["precision"], entry["threads"], entry["batch"]) == ("float32", 1, 1)
+        assert [row["point"] for row in entry["points"]] == [name for name, *_ in POINTS]
+        assert [row["point"] for row in entry["stages"]] == ["stage 1", "stage 2", "stage 3"]
+        assert all(0 < row["median_ms"] <= row["p95_ms"] and row["n"] >= 20 for row in entry["points"])
+    assert len(latency.read(tmp_path)) == len(RUNTIMES)
+    ask(capsys, "bench", tmp_path, "--seconds", 0, "--threads", 1, "--runtime", "onnx")
+    assert len(latency.read(tmp_path)) == len(RUNTIMES)
+    assert ask(capsys, "predict", tmp_path, picture, "--threads", 1, "--budget", "900ms")["point"] == "e3c0"
+    ask(capsys, "bench", tmp_path, "--seconds", 0, "--threads", 1, "--runtime", "onnx", "--batch", 3)
+    assert [entry.batch for entry in latency.read(tmp_path)].count(3) == 1
+
+
+@pytest.mark.parametrize(("slow", "spread"), [({7, 8, 9}, 1.2), ({7, 8, 9, 10}, 3.0), ({7, 10, 13, 16}, 3.0)])
+def test_slow_moments_of_the_machine_count_for_all_points(session, monkeypatch, slow, spread):
+    """Of 60 turns, three slow ones are 5 %."""
+    turns = iter(range(60))
+
+    def time_calls(call, *, seconds):
+        call()
+        number = next(turns)
+        median = 1.0 + number % 3
+        return median, median * (3.0 if number in slow else 1.2), 10
+
+    monkeypatch.setattr(verbs_serve, "ROUNDS", 20)
+    monkeypatch.setattr(latency, "time_calls", time_calls)
+    found = verbs_serve.measure(session, batch=1, seconds=0.0, progress=lambda *_: None)
+    assert [point.median_ms for point in found.points] == [1, 2, 3]
+    assert [point.p95_ms for point in found.points] == pytest.approx([spread, 2 * spread, 3 * spread])
+
+
+def test_bench_verb_for_people_and_complaints(capsys, tmp_path):
+    make_ladder(tmp_path)
+    assert cli.main(["bench", str(tmp_path), "--seconds", "0", "--threads", "1", "--runtime", "onnx"]) == 0
+    out, err = capsys.readouterr()
+    assert all(name in out for name in ("e1c0", "e2c3", "e3c0", "stage 3", "ms per M macs"))
+    assert str(tmp_path / "latency.json") in err
+    before = (tmp_path / "latency.json").read_bytes()
+    assert "--batch 0" in complaint(capsys, "bench", tmp_path, "--batch", 0)
+    assert "onnxruntime" in complaint(capsys, "bench", tmp_path, "--runtime", "onnx", "--precision", "bfloat16")
+    assert (tmp_path / "latency.json").read_bytes() == before
+
+
+def test_a_device_without_torch(folder, picture, tmp_path):
+    copy = tmp_path / "ladder"
+    make_ladder(copy)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for args in (["predict", copy, picture, "--confidence", "0.5"], ["bench", copy, "--seconds", "0"]):
+        command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, args), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
+        assert done.stderr == ""
+
+
+def test_the_session_is_a_name_of_the_package():
+    assert cnmm.Session is Session
+    with pytest.raises(AttributeError, match="Sesion"):
+        cnmm.Sesion  # noqa: B018
