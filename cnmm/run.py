@@ -11,8 +11,7 @@ import numpy as np
 
 from cnmm._errors import UserError
 from cnmm.data import DataSet, hold_out, open_data
-from cnmm.evaluation.evaluate import reestimated
-from cnmm.evaluation.measure import load_statistics, with_statistics
+from cnmm.evaluation.statistics import load_statistics, reestimated, with_statistics
 from cnmm.export.onnx_writer import Preprocessing
 from cnmm.frontier import FRONTIER_FILE, Frontier, FrontierPoint
 from cnmm.lattice import OperatingPoint

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "run": BELOW_EVALUATION | {"evaluation", "training", "export", "runtime"},
     "cli": BELOW_EVALUATION | {"evaluation", "training", "export", "runtime", "serve", "run"},
 }
-"""The rooms that a room may import, besides itself; at the top of a module or inside a function, it makes no difference.
+"""The rooms that a room may import, besides itself, at the top of a module or inside a function.
 
 `__init__` and `__main__` are the front door: they hand out what the rooms hold.
 """

@@ -129,7 +129,8 @@ def measure_run(
     run: Run, bar: MeasuringBar, *, rule: str, num_images: int | None, num_points: int | None, test: bool
 ) -> Frontier:
     """The frontier of a run on the images that it held out, and its cascade."""
-    from cnmm.evaluation.measure import Reread, measure
+    from cnmm.evaluation.batches import Reread
+    from cnmm.evaluation.measure import measure
     from cnmm.training.loop import EVALUATION_BATCH, STATISTICS_IMAGES
 
     split, part, chosen = measured_images(run, num_images, test)
@@ -174,7 +175,7 @@ def batches(run: Run, part: Split, chosen: np.ndarray | None = None) -> Any:
     """Batches of images and labels, read anew each time."""
     import numpy as np
 
-    from cnmm.evaluation.measure import Reread
+    from cnmm.evaluation.batches import Reread
     from cnmm.training.loop import EVALUATION_BATCH
 
     indices = np.arange(len(part)) if chosen is None else chosen
@@ -183,7 +184,7 @@ def batches(run: Run, part: Split, chosen: np.ndarray | None = None) -> Any:
 
 def write_frontier(folder: Path, frontier: Frontier) -> list[str]:
     """Writes all about a frontier into a run folder; frontier.json last, as it speaks of what must be there."""
-    from cnmm.evaluation.measure import save_statistics
+    from cnmm.evaluation.statistics import save_statistics
 
     figure = plot_frontier(frontier, latency_of(folder))
     save_statistics(folder, frontier.buffers)

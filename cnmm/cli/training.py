@@ -263,7 +263,8 @@ def evaluation(
     import numpy as np
 
     from cnmm.data import hold_out
-    from cnmm.evaluation.evaluate import evaluate_exits, reestimated
+    from cnmm.evaluation.evaluate import evaluate_exits
+    from cnmm.evaluation.statistics import reestimated
     from cnmm.training.loop import Images, seeded, start_workers
 
     chosen = cnmm.named_point(model, point) if point else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
-from cnmm.blocks import Statistics
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 
@@ -76,24 +74,6 @@ def evaluate_exits(
         raise UserError("no images to evaluate on")
     labels = torch.cat(targets)
     return {exit: quality_of(torch.cat(found), labels, model.config.num_classes) for exit, found in predicted.items()}
-
-
-@torch.no_grad()
-def reestimated(model: Mixture, batches: Iterable[Tensor], point: OperatingPoint | None = None) -> Mixture:
-    """A copy whose statistics are those of expectation mode at a point, averaged over batches of images (no labels)."""
-    model = copy.deepcopy(model).train()
-    statistics = [module for module in model.modules() if isinstance(module, Statistics)]
-    count = 0
-    for images in batches:
-        count += 1
-        for module in statistics:
-            module.momentum = 1 / count  # a plain average
-        model.forward_exits(images, point)
-    if not count:
-        raise UserError("no images to estimate statistics on")
-    for module in statistics:
-        del module.momentum
-    return model.eval()
 
 
 def batches_of(

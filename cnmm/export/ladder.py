@@ -121,7 +121,7 @@ def export_ladder(
     Points have the statistics that the frontier measured them with. `validation`: batches of uint8 images and labels
     on which int8 networks are measured anew.
     """
-    from cnmm.evaluation.measure import with_statistics
+    from cnmm.evaluation.statistics import with_statistics
     from cnmm.export.slim import slim, slim_cascade
 
     about = about or plain_preprocessing(model.config)

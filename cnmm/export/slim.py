@@ -112,7 +112,7 @@ def slim(model: Mixture, point: OperatingPoint | str | Any = None) -> SlimNetwor
     """The plain network of an operating point (default: the full last exit), with the statistics that the model has.
 
     A point is a value, its name, or a point of a frontier. Its statistics are best estimated anew before:
-    `cnmm.evaluation.evaluate.reestimated(model, images, point)`.
+    `cnmm.evaluation.statistics.reestimated(model, images, point)`.
     """
     found = find_point(model, point)
     return _folded(model, graph.point_graph(model.config, found))

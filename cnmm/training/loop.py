@@ -25,7 +25,8 @@ from cnmm._errors import UserError
 from cnmm.config import Gates
 from cnmm.cost import CostTable
 from cnmm.data import DataSet, Split, Workers, hold_out, num_workers
-from cnmm.evaluation.evaluate import evaluate_exits, reestimated
+from cnmm.evaluation.evaluate import evaluate_exits
+from cnmm.evaluation.statistics import reestimated
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 from cnmm.prune import Rule, cutting_order

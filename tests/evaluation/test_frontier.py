@@ -16,20 +16,12 @@ import cnmm
 from cnmm import create_model, cutting_order
 from cnmm.cli import main as cli
 from cnmm.draw import save_picture
-from cnmm.evaluation.evaluate import evaluate_exits, reestimated
-from cnmm.evaluation.measure import (
-    MATTERS,
-    STATISTICS_FILE,
-    _Engine,
-    cutting_curves,
-    first_points,
-    load_statistics,
-    measure,
-    next_points,
-    save_statistics,
-    with_statistics,
-)
+from cnmm.evaluation.engine import Engine
+from cnmm.evaluation.evaluate import evaluate_exits
+from cnmm.evaluation.measure import measure
 from cnmm.evaluation.plot import plot_frontier
+from cnmm.evaluation.search import MATTERS, cutting_curves, first_points, next_points
+from cnmm.evaluation.statistics import STATISTICS_FILE, load_statistics, reestimated, save_statistics, with_statistics
 from cnmm.frontier import Frontier, FrontierPoint, find_frontier
 from cnmm.run_folder import save
 from cnmm.training import loop as training
@@ -237,7 +229,7 @@ def all_points(model, rule="both"):
 @pytest.mark.parametrize("memo_bytes", [2**30, 150_000, 0])
 def test_shared_passes_equal_separate_ones(memo_bytes):
     model, statistics, validation = a_mixture(), some_images(30).split(12), some_batches()
-    engine = _Engine(model, memo_bytes)
+    engine = Engine(model, memo_bytes)
     points = engine.ordered(all_points(model)[::-1])
     with torch.no_grad():
         engine.estimate(points, statistics, lambda part: None)
@@ -257,7 +249,7 @@ def test_shared_passes_equal_separate_ones(memo_bytes):
 def test_shared_passes_over_several_rounds():
     """What a map's readers need may grow from round to round; no statistics of an earlier round may be lost."""
     model, statistics, images = a_mixture(3), some_images(20).split(10), some_images(8)
-    engine = _Engine(model)
+    engine = Engine(model)
     points = all_points(model)
     with torch.no_grad():
         for chosen in (points[::3], points[1::3], points[2::3]):
@@ -270,7 +262,7 @@ def test_shared_passes_over_several_rounds():
 
 def test_sharing_saves_most_of_the_work():
     model = a_mixture(blocks=4)
-    engine = _Engine(model)
+    engine = Engine(model)
     points = engine.ordered(all_points(model))
     separate = sum(engine.costs.point(point).macs for point in points)
     assert engine.macs(points) < 0.3 * separate

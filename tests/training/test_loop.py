@@ -22,7 +22,8 @@ from cnmm import distributed, run_folder
 from cnmm.chain import Chain
 from cnmm.cli.main import main
 from cnmm.data import ArraySplit, DataSet, fashion_sample, open_data
-from cnmm.evaluation.evaluate import evaluate_exits, quality_of, reestimated
+from cnmm.evaluation.evaluate import evaluate_exits, quality_of
+from cnmm.evaluation.statistics import reestimated
 from cnmm.training import checkpoint
 from cnmm.training.config import TrainConfig
 from cnmm.training.loop import (

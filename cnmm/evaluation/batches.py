@@ -1,0 +1,30 @@
+"""Batches that are iterated more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Batches(Protocol[T_co]):
+    """Batches that can be gone through several times: a list, or anything that reads them anew."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[T_co]: ...
+
+
+@dataclass(frozen=True)
+class Reread(Generic[T_co]):
+    """Batches that are made anew each time, for images that do not all fit into memory."""
+
+    make: Callable[[], Iterable[T_co]]
+    num: int
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __iter__(self) -> Iterator[T_co]:
+        return iter(self.make())

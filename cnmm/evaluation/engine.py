@@ -1,0 +1,210 @@
+"""Many operating points on the same images: what they have in common is computed once.
+
+What a map holds depends only on the images and on the surviving edges among its ancestors; so do the batch statistics
+re-estimated there. Hence every batch meets all points in turn, and a map is computed once for all points that agree on
+its ancestors.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cnmm._errors import UserError
+from cnmm.blocks import Statistics
+from cnmm.cost import CostTable
+from cnmm.evaluation.evaluate import Quality, quality_of
+from cnmm.lattice import Edge, OperatingPoint
+from cnmm.mixture import Mixture, Parts
+
+MEMO_BYTES = 2**30
+"""Memory for maps that later points of the same batch may need."""
+Tick = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node with certain surviving ancestors, the same in all points that have it."""
+
+    node: int
+    into: tuple[Edge, ...]
+    buffers: tuple[str, ...]
+    """Names of its statistics in the mixture's state."""
+    readers: set[Edge]
+    """The edges that read it, in any point so far."""
+
+
+class Engine:
+    """Evaluates many points on the same batches, and computes once what they have in common.
+
+    It owns a copy of the model, into which the statistics of a node are put just before the node is computed. Keys are
+    numbers of nodes with their surviving ancestors.
+    """
+
+    def __init__(self, model: Mixture, memo_bytes: int = MEMO_BYTES) -> None:
+        self.model = copy.deepcopy(model).eval()
+        self.costs = CostTable.of(model.config)
+        self.memo_bytes = memo_bytes
+        self.evaluated_macs = 0
+        """Macs so far, over all images."""
+        self.nodes: dict[int, _Node] = {}
+        self.keys: dict[OperatingPoint, dict[int, int]] = {}
+        """By point and node."""
+        self.known: dict[int, dict[str, Tensor]] = {}
+        """Re-estimated statistics by key."""
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._live = dict(self.model.named_buffers())
+        self._own = {name: buffer.clone() for name, buffer in self._live.items()}
+        self._statistics = [module for module in self.model.modules() if isinstance(module, Statistics)]
+
+    def ordered(self, points: Iterable[OperatingPoint]) -> list[OperatingPoint]:
+        """Takes points in; returns them so that neighbours have much in common: full exits, then exit by exit."""
+        points = list(points)
+        for point in points:
+            if point not in self.keys:
+                self.keys[point] = self._take_in(point)
+        full = {exit: self.model.lattice.exit_edges(exit) for exit in self.model.config.exit_numbers}
+        return sorted(points, key=lambda p: (p.edges != full[p.exit], p.exit, -len(p.edges), p.name))
+
+    def macs(self, points: Iterable[OperatingPoint]) -> int:
+        """Macs of evaluating all these points on one image, where what they have in common counts once."""
+        return sum(map(self._macs, {key for point in points for key in self.keys[point].values()}))
+
+    def estimate(self, points: Sequence[OperatingPoint], batches: Iterable[Tensor], tick: Tick) -> None:
+        """Re-estimates the statistics of the points exactly as `reestimated` does for one."""
+        known: dict[int, dict[str, Tensor]] = {}
+        count = 0
+        self.model.train()
+        for count, images in enumerate(batches, start=1):
+            for module in self._statistics:
+                module.momentum = 1 / count  # a plain average
+            for _ in self._sweep(points, images, known):
+                tick(1 / len(points))
+        self.model.eval()
+        if not count:
+            raise UserError("no images to estimate statistics on")
+        self.known |= known
+
+    def evaluate(
+        self, points: Sequence[OperatingPoint], batches: Iterable[tuple[Tensor, Tensor]], tick: Tick, *, raw: bool
+    ) -> dict[str, Quality]:
+        """Quality of the points by name, with their re-estimated or the model's own statistics."""
+        predicted: dict[str, list[Tensor]] = {point.name: [] for point in points}
+        targets: list[Tensor] = []
+        for images, labels in batches:
+            for point, logits in self._sweep(points, images, {} if raw else self.known):
+                predicted[point.name].append(logits.argmax(1))
+                tick(1 / len(points))
+            targets.append(labels)
+        if not targets:
+            raise UserError("no images to evaluate on")
+        labels, num_classes = torch.cat(targets), self.model.config.num_classes
+        return {name: quality_of(torch.cat(found), labels, num_classes) for name, found in predicted.items()}
+
+    def buffers(self, point: OperatingPoint) -> dict[str, Tensor]:
+        """The re-estimated statistics of a point."""
+        return {name: tensor for key in self.keys[point].values() for name, tensor in self.known[key].items()}
+
+    def _take_in(self, point: OperatingPoint) -> dict[int, int]:
+        """Keys of the nodes of a point."""
+        edges = sorted(self.model.live_edges(point), key=lambda edge: edge[::-1])
+        keys = {0: self._number(0, (), 0, {})}
+        for node, into in itertools.groupby(edges, key=lambda edge: edge[1]):
+            sources = tuple(i for i, _ in into)
+            exit = point.exit if node == self.model.lattice.output else 0  # exits have classifiers of their own
+            keys[node] = self._number(node, sources, exit, keys)
+        for i, j in edges:
+            self.nodes[keys[i]].readers.add((i, j))
+        return keys
+
+    def _number(self, node: int, sources: tuple[int, ...], exit: int, keys: Mapping[int, int]) -> int:
+        key = self._numbers.setdefault((node, exit, *(keys[i] for i in sources)), len(self._numbers))
+        if key not in self.nodes:
+            prefixes: tuple[str, ...] = ("stem_statistics.",) if node == 0 else (f"maps.{node}.",)
+            if exit:
+                prefixes = "outputs.", f"classifiers.{exit}."
+            buffers = tuple(name for name in self._own if name.startswith(prefixes))
+            into = tuple((i, node) for i in sources)
+            self.nodes[key] = _Node(node=node, into=into, buffers=buffers, readers=set())
+        return key
+
+    def _macs(self, key: int) -> int:
+        node, costs = self.nodes[key], self.costs
+        macs = sum(costs.edges[edge].macs for edge in node.into)
+        if node.node == self.model.lattice.output:
+            return macs + costs.classifier.macs
+        return macs + (costs.shared[node.node].macs if any(map(costs.reads_shared, node.readers)) else 0)
+
+    def _sweep(
+        self, points: Sequence[OperatingPoint], images: Tensor, known: dict[int, dict[str, Tensor]]
+    ) -> Iterator[tuple[OperatingPoint, Tensor]]:
+        """Logits of all points on one batch. In training mode, what the batch tells goes into `known`."""
+        memo = _Memo(self.memo_bytes, (key for point in points for key in self.keys[point].values()))
+        learned: set[int] = set()
+
+        def compute(key: int, function: Callable[[], Parts]) -> Parts:
+            """A node with its own statistics; computed anew when the memory was short, it learns nothing twice."""
+            names = self.nodes[key].buffers
+            source = known.get(key, self._own)
+            for name in names:
+                self._live[name].copy_(source[name])
+            parts = function()
+            self.evaluated_macs += self._macs(key) * len(images)
+            if self.model.training and key not in learned:
+                known[key] = {name: self._live[name].clone() for name in names}
+                learned.add(key)
+            return parts
+
+        for point in points:
+            keys = self.keys[point]
+            also = frozenset(edge for key in keys.values() for edge in self.nodes[key].readers)
+            visit = partial(_visit, memo, keys, compute)
+            yield point, self.model.forward_visited(images, point, visit, also)
+
+
+def _visit(
+    memo: _Memo,
+    keys: Mapping[int, int],
+    compute: Callable[[int, Callable[[], Parts]], Parts],
+    node: int,
+    function: Callable[[], Parts],
+) -> Parts:
+    return memo.get(keys[node], partial(compute, keys[node], function))
+
+
+class _Memo:
+    """Parts of nodes within a number of bytes. What is needed again last is forgotten first."""
+
+    def __init__(self, limit: int, uses: Iterable[int]) -> None:
+        self.limit, self.size = limit, 0
+        self.parts: dict[int, Parts] = {}
+        self.uses: dict[int, list[int]] = {}
+        """Positions among all uses to come, the next one last."""
+        for position, key in reversed(list(enumerate(uses))):
+            self.uses.setdefault(key, []).append(position)
+
+    def get(self, key: int, compute: Callable[[], Parts]) -> Parts:
+        """The parts of a key, the next of the uses; computed if they are not here."""
+        parts = self.parts.pop(key, None)
+        if parts is None:
+            parts = compute()
+        else:
+            self.size -= _num_bytes(parts)
+        self.uses[key].pop()
+        if self.uses[key]:
+            self.parts[key] = parts
+            self.size += _num_bytes(parts)
+        while self.size > self.limit:
+            last = max(self.parts, key=lambda key: self.uses[key][-1])
+            self.size -= _num_bytes(self.parts.pop(last))
+        return parts
+
+
+def _num_bytes(parts: Parts) -> int:
+    return sum(part.nbytes if isinstance(part, Tensor) else part.z.nbytes for part in parts.values())
