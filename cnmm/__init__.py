@@ -14,7 +14,8 @@ from cnmm.zoo import create_model, list_models, model_plan, register_model
 
 if TYPE_CHECKING:
     from cnmm.evaluation.measure import measure
-    from cnmm.export.ladder import export_ladder, export_onnx
+    from cnmm.export.ladder import export_ladder
+    from cnmm.export.network import export_onnx
     from cnmm.export.slim import SlimNetwork, load_slim, save_slim, slim
     from cnmm.frontier import Frontier
     from cnmm.runtime.session import Prediction, Session
@@ -59,7 +60,7 @@ _LATER = {
     "Session": "runtime.session",
     "SlimNetwork": "export.slim",
     "export_ladder": "export.ladder",
-    "export_onnx": "export.ladder",
+    "export_onnx": "export.network",
     "load_slim": "export.slim",
     "measure": "evaluation.measure",
     "save_slim": "export.slim",

@@ -1,7 +1,7 @@
 """Budgets as people write them: `60M` macs, `25ms`, `40%` of the full mixture, `acc:0.92`. Torch-free.
 
 Macs are multiply-adds for one image; milliseconds are the 95th percentile measured on this machine at batch 1; a
-quality is a share between 0 and 1.
+quality is a share between 0 and 1 of the metric that its prefix names.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from numbers import Real
 from typing import Literal
 
 from cnmm._errors import UserError
 
 BudgetKind = Literal["macs", "ms", "percent", "quality"]
 
-ALLOWED = "60M, 1.5G or 800k (macs), 25ms, 40% (of the full mixture's macs), acc:0.92 or miou:0.55"
+METRICS = {"acc": "accuracy", "mca": "mean_class_accuracy", "miou": "miou"}
+"""The metric that each prefix of a quality stands for."""
+EXAMPLES = "60M, 1.5G or 800k (macs), 25ms, 40% (of the full mixture's macs), acc:0.92 or miou:0.55"
 
-_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)+|\.[0-9]+)"
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -31,34 +34,51 @@ class Budget:
     """Macs, milliseconds, percent of the full mixture's macs, or a quality between 0 and 1."""
     text: str
     """As it was written, for messages."""
+    metric: str | None = None
+    """Of a quality: accuracy, mean_class_accuracy or miou."""
 
 
-def parse_budget(text: str | int | float | Budget) -> Budget:
+def prefix_of(metric: str) -> str:
+    """How budgets spell a metric."""
+    return next((prefix for prefix, name in METRICS.items() if name == metric), metric)
+
+
+def parse_budget(text: object) -> Budget:
     """A budget from its text; a plain number means macs."""
     if isinstance(text, Budget):
         return text
-    if isinstance(text, bool) or not isinstance(text, str | int | float):
-        raise UserError(f"budget {text!r}: allowed are {ALLOWED}")
+    if isinstance(text, bool) or not isinstance(text, str | Real):
+        raise UserError(f"budget {text!r}: must look like {EXAMPLES}")
     if not isinstance(text, str):
-        if not (math.isfinite(text) and text > 0):
-            raise UserError(f"budget {text!r}: a positive number of macs is needed; allowed are {ALLOWED}")
-        return Budget(kind="macs", value=text, text=str(text))
-    plain = text.strip().lower().replace(",", "").replace("_", "")
+        try:
+            macs = float(text)
+        except OverflowError:
+            macs = math.inf
+        if not (math.isfinite(macs) and macs > 0):
+            raise UserError(f"budget {str(text)[:80]}: macs must be positive and finite; other forms: {EXAMPLES}")
+        return Budget(kind="macs", value=macs, text=str(text))
+    plain = text.strip().lower()
     if match := re.fullmatch(rf"{_NUMBER} ?([kmg]?)", plain):
-        return _checked("macs", float(Decimal(match[1]) * _FACTORS[match[2]]), text)
+        return _checked("macs", float(_decimal(match[1]) * _FACTORS[match[2]]), text)
     if match := re.fullmatch(rf"{_NUMBER} ?ms", plain):
-        return _checked("ms", float(match[1]), text)
+        return _checked("ms", float(_decimal(match[1])), text)
     if match := re.fullmatch(rf"{_NUMBER} ?%", plain):
-        return _checked("percent", float(match[1]), text)
-    if match := re.fullmatch(rf"(?:acc|miou):{_NUMBER}", plain):
-        return _checked("quality", float(match[1]), text)
-    raise UserError(f"budget {text!r}: allowed are {ALLOWED}")
+        return _checked("percent", float(_decimal(match[1])), text)
+    if match := re.fullmatch(rf"({'|'.join(METRICS)}):{_NUMBER}", plain):
+        return _checked("quality", float(_decimal(match[2])), text, METRICS[match[1]])
+    raise UserError(f"budget {text!r}: must look like {EXAMPLES}")
 
 
-def _checked(kind: BudgetKind, value: float, text: str) -> Budget:
+def _decimal(digits: str) -> Decimal:
+    return Decimal(digits.replace(",", "").replace("_", ""))
+
+
+def _checked(kind: BudgetKind, value: float, text: str, metric: str | None = None) -> Budget:
     if kind == "quality":
         if value > 1:
             raise UserError(f"budget {text!r}: a quality lies between 0 and 1; try {text.partition(':')[0]}:0.92")
     elif value == 0:
-        raise UserError(f"budget {text!r}: nothing costs nothing; allowed are {ALLOWED}")
-    return Budget(kind=kind, value=value, text=text.strip())
+        raise UserError(f"budget {text!r}: must be greater than zero, for example {EXAMPLES}")
+    elif not math.isfinite(value):
+        raise UserError(f"budget {text!r}: must be finite, for example {EXAMPLES}")
+    return Budget(kind=kind, value=value, text=text.strip(), metric=metric)

@@ -1,21 +1,24 @@
 """Cascades: one set of surviving edges with the exits it reaches, run stage by stage until an exit is confident.
 
 An image leaves at the first exit whose largest class probability reaches what this exit asks for; the last exit takes
-all. Which thresholds spend which average budget is measured on held-out images (`calibrate`), and stored with the
-cascade.
+all. Which thresholds spend which average budget is measured on held-out images and stored. Torch-free.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from cnmm import _fields
 from cnmm._errors import UserError
+from cnmm.budget import Budget, parse_budget
+from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
-from cnmm.export.graph import cascade_graph
-from cnmm.lattice import OperatingPoint
+from cnmm.lattice import OperatingPoint, reached_exits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,57 +28,97 @@ class Threshold:
     confidence: tuple[float, ...]
     """The least probability of the best class with which they leave each exit but the last."""
     average_macs: float
-    accuracy: float
+    quality: float
     exits: tuple[float, ...]
     """Part of the images that leaves at each exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cascade:
-    """A cascade and its measured thresholds, cheapest first."""
+    """A cascade and its measured thresholds, by ascending average macs."""
 
     point: str
+    """Name of the operating point whose edges it has."""
     exits: tuple[int, ...]
     macs: tuple[int, ...]
     """Of each stage alone, with its classifier."""
     thresholds: tuple[Threshold, ...]
+    metric: str
     n: int
     split: str
 
-    def accuracy_at(self, average_macs: float) -> float:
-        """The best accuracy that fits an average budget; zero if none does."""
-        return max((row.accuracy for row in self.thresholds if row.average_macs <= average_macs), default=0.0)
+    @property
+    def full_macs(self) -> int:
+        """Of an image that goes all the way."""
+        return sum(self.macs)
+
+    def quality_at(self, average_macs: float) -> float:
+        """The best quality that fits an average budget; zero if none does."""
+        return max((row.quality for row in self.thresholds if row.average_macs <= average_macs), default=0.0)
+
+    def confidence(self, average_macs: str | float | Budget, full_macs: int) -> tuple[float, ...]:
+        """What each early exit asks for if so many macs per image are spent on average, interpolated in the table.
+
+        `average_macs` is a budget in macs, or in percent of the full mixture's `full_macs`.
+        """
+        wanted = parse_budget(average_macs)
+        if wanted.kind not in ("macs", "percent"):
+            raise UserError(f"average_macs={wanted.text!r}: must be macs such as 30M, or a share such as 40%")
+        macs = wanted.value if wanted.kind == "macs" else wanted.value * full_macs / 100
+        table = self.thresholds
+        if macs < table[0].average_macs:
+            least = f"{math.ceil(table[0].average_macs):,}"
+            raise UserError(f"average_macs={macs:,.0f}: the least that early exits can spend is {least}")
+        for low, high in itertools.pairwise(table):
+            if macs < high.average_macs:
+                part = (macs - low.average_macs) / (high.average_macs - low.average_macs)
+                return tuple(a + part * (b - a) for a, b in zip(low.confidence, high.confidence, strict=True))
+        return table[-1].confidence
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON: `from_dict` reads it."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        try:
-            rows = tuple(
-                Threshold(**{**row, "confidence": tuple(row["confidence"]), "exits": tuple(row["exits"])})
-                for row in data["thresholds"]
-            )
-            lists = {field: tuple(int(value) for value in data[field]) for field in ("exits", "macs")}
-            found = cls(point=data["point"], thresholds=rows, n=int(data["n"]), split=data["split"], **lists)
-        except KeyError as error:
-            raise UserError(f"its cascade has no {error.args[0]!r}; measure it again with: cnmm frontier RUN") from None
-        except (TypeError, ValueError) as error:
-            raise UserError(f"not a cascade: {error!r}") from None
-        num = len(found.exits)
-        if not rows or not num or len(found.macs) != num:
-            raise UserError("not a cascade: it needs exits, their macs and thresholds")
-        if any(len(row.confidence) != num - 1 or len(row.exits) != num for row in rows):
-            raise UserError(f"not a cascade: thresholds of {num} exits have {num - 1} confidences and {num} shares")
-        return found
+    def from_dict(cls, data: Mapping[str, Any], where: str = "cascade.") -> Self:
+        """Checks every field; `where` is the path of `data` in its file."""
+        exits = tuple(_fields.get(data, "exits", _fields.list_of(_fields.POSITIVE, least=1), where))
+        if list(exits) != sorted(set(exits)):
+            raise UserError(f"{where}exits is {list(exits)}; they must ascend")
+        rows = _fields.get(data, "thresholds", _fields.list_of(_fields.OBJECT, least=1), where)
+        table = tuple(_read_threshold(row, len(exits), f"{where}thresholds[{n}].") for n, row in enumerate(rows))
+        averages = [row.average_macs for row in table]
+        if averages != sorted(averages):
+            raise UserError(f"{where}thresholds must ascend by average_macs")
+        return cls(
+            point=_fields.get(data, "point", _fields.TEXT, where),
+            exits=exits,
+            macs=tuple(_fields.get(data, "macs", _fields.list_of(_fields.POSITIVE, len(exits)), where)),
+            thresholds=table,
+            metric=_fields.get(data, "metric", _fields.TEXT, where),
+            n=_fields.get(data, "n", _fields.POSITIVE, where),
+            split=_fields.get(data, "split", _fields.TEXT, where),
+        )
 
 
-def stage_macs(config: Any, point: OperatingPoint) -> dict[int, int]:
+def _read_threshold(row: Mapping[str, Any], num_exits: int, where: str) -> Threshold:
+    def numbers(name: str, num: int) -> tuple[float, ...]:
+        return tuple(_fields.get(row, name, _fields.list_of(_fields.NUMBER, num), where))
+
+    return Threshold(
+        confidence=numbers("confidence", num_exits - 1),
+        average_macs=float(_fields.get(row, "average_macs", _fields.NUMBER, where)),
+        quality=float(_fields.get(row, "quality", _fields.SHARE, where)),
+        exits=numbers("exits", num_exits),
+    )
+
+
+def stage_macs(config: MixtureConfig, point: OperatingPoint) -> dict[int, int]:
     """Macs that each exit of a cascade adds to those of the exits before it, its classifier included."""
-    table, made = CostTable.of(config), cascade_graph(config, point)
+    table = CostTable.of(config)
     edges: set[tuple[int, int]] = set()
     spent, before = {}, 0
-    for number, exit in enumerate(made.exits, start=1):
+    for number, exit in enumerate(reached_exits(config, point), start=1):
         edges |= table.lattice.exit_edges(exit, point.edges)
         total = table.total(edges, number).macs
         spent[exit], before = total - before, total

@@ -90,6 +90,33 @@ class MixtureConfig:
         return cls(**data)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """What stands between an image file and the network; it travels with the weights."""
+
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Mean and standard deviation of each channel, in units of 255: between 0 and 1."""
+    size: tuple[int, int]
+    """Height and width."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images: 3 for colours, 1 for grey."""
+        return len(self.mean)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels, as arrays of images have them."""
+        return (*self.size, self.channels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ladder.json has it; the classes stand beside it."""
+        height, width = self.size
+        return {"height": height, "width": width, "channels": self.channels, "mean": self.mean, "std": self.std}
+
+
 def is_count(value: object) -> bool:
     """A whole number of at least 1, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
+from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import FORMAT_VERSION, write_json
-from cnmm.budget import Budget, parse_budget
+from cnmm._files import FORMAT_VERSION, check_version, write_json
+from cnmm.budget import Budget, parse_budget, prefix_of
 from cnmm.cascade import Cascade
+from cnmm.lattice import Rule
 
 FRONTIER_FILE = "frontier.json"
 LADDER_FILE = "ladder.json"
@@ -26,25 +30,29 @@ RE_ESTIMATED, RAW = "re-estimated", "raw"
 class FrontierPoint:
     """One measured operating point."""
 
-    point: str
-    """Its name, such as e5c37."""
-    exit: int
+    name: str
+    """Such as e5c37: exit 5, 37 cuts."""
+    rule: Rule
+    """The rule of its cutting order."""
     cuts: int
+    exit: int
     macs: int
     params: int
-    accuracy: float
-    """Share of the n images that were right, with the `statistics` named below."""
+    quality: float
+    """The metric's value on n images, between 0 and 1, with the `statistics` named below."""
+    metric: str
+    """accuracy, mean_class_accuracy or miou."""
     low: float
     high: float
-    """95 % interval of the accuracy (Wilson's)."""
+    """95 % interval of the quality."""
     n: int
     split: str
     """The images it was measured on, such as "validation"."""
     statistics: str
     """Batch statistics: "re-estimated" at this point, or "raw", those of the full mixture."""
-    raw_accuracy: float | None = None
-    """The accuracy with raw statistics, for comparison."""
-    test_accuracy: float | None = None
+    raw_quality: float | None = None
+    """The quality with raw statistics, for comparison."""
+    test_quality: float | None = None
     test_n: int | None = None
     on_envelope: bool = False
     """Is it better than every cheaper point? The frontier that holds the point says so."""
@@ -68,20 +76,28 @@ class Frontier:
     def __post_init__(self) -> None:
         if not self.points:
             raise UserError("a frontier needs at least one measured point")
-        names = [point.point for point in self.points]
+        names = [point.name for point in self.points]
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f"point {name!r} occurs twice; every point may occur once")
-        best = {point.point for point in _envelope(self.points)}
-        marked = (dataclasses.replace(point, on_envelope=point.point in best) for point in self.points)
+        metrics = {point.metric for point in self.points}
+        if len(metrics) > 1:
+            raise UserError(f"points measured by {' and '.join(sorted(metrics))}; a frontier has one metric")
+        best = {point.name for point in _envelope(self.points)}
+        marked = (dataclasses.replace(point, on_envelope=point.name in best) for point in self.points)
         object.__setattr__(self, "points", tuple(sorted(marked, key=_by_macs)))
+
+    @property
+    def metric(self) -> str:
+        """What the quality of its points is."""
+        return self.points[0].metric
 
     def __getitem__(self, name: str) -> FrontierPoint:
         """A measured point by name."""
         for point in self.points:
-            if point.point == name:
+            if point.name == name:
                 return point
-        raise UserError(f"point {name!r} was not measured; measured are {', '.join(p.point for p in self.points)}")
+        raise UserError(f"point {name!r} was not measured; measured are {', '.join(p.name for p in self.points)}")
 
     def envelope(self) -> tuple[FrontierPoint, ...]:
         """The points that are better than every cheaper one, cheapest first."""
@@ -104,33 +120,36 @@ class Frontier:
             share = f" ({100 * cheapest.macs / self.full_macs:.1f}%)" if wanted.kind == "percent" else ""
             raise UserError(
                 f"budget {wanted.text!r}: no point is that cheap; "
-                f"the cheapest is {cheapest.point} with {cheapest.macs:,} macs{share}"
+                f"the cheapest is {cheapest.name} with {cheapest.macs:,} macs{share}"
             )
-        return max(fitting, key=lambda point: (point.accuracy, -point.macs))
+        return max(fitting, key=lambda point: (point.quality, -point.macs))
 
     def _good_enough(self, wanted: Budget) -> FrontierPoint:
+        if wanted.metric != self.metric:
+            fix = f"{prefix_of(self.metric)}:{wanted.value:g}"
+            raise UserError(f"budget {wanted.text!r}: these points were measured by {self.metric}; try {fix}")
         for point in self.points:
-            if point.accuracy >= wanted.value:
+            if point.quality >= wanted.value:
                 return point
         best = self.envelope()[-1]
         raise UserError(
-            f"budget {wanted.text!r}: no point is that good; the best is {best.point} with {best.accuracy:.4f}"
+            f"budget {wanted.text!r}: no point is that good; the best is {best.name} with {best.quality:.4f}"
         )
 
     def _fast_enough(self, wanted: Budget, latency: Mapping[str, float]) -> FrontierPoint:
-        timed = [point for point in self.points if point.point in latency]
+        timed = [point for point in self.points if point.name in latency]
         if not timed:
             raise UserError(
                 f"budget {wanted.text!r}: no latency was measured on this machine; measure it with: cnmm bench"
             )
-        fitting = [point for point in timed if latency[point.point] <= wanted.value]
+        fitting = [point for point in timed if latency[point.name] <= wanted.value]
         if not fitting:
-            fastest = min(timed, key=lambda point: latency[point.point])
+            fastest = min(timed, key=lambda point: latency[point.name])
             raise UserError(
                 f"budget {wanted.text!r}: no point is that fast; "
-                f"the fastest is {fastest.point} with {latency[fastest.point]:.3g} ms"
+                f"the fastest is {fastest.name} with {latency[fastest.name]:.3g} ms"
             )
-        return max(fitting, key=lambda point: (point.accuracy, -latency[point.point]))
+        return max(fitting, key=lambda point: (point.quality, -latency[point.name]))
 
     def ladder(self, num: int) -> tuple[FrontierPoint, ...]:
         """`num` points of the envelope, spread evenly over macs from the cheapest to the best; one alone is the best.
@@ -166,24 +185,24 @@ class Frontier:
     def from_dict(cls, data: object) -> Self:
         """Checks every field; fields of later versions are ignored."""
         if not isinstance(data, Mapping):
-            raise UserError("an object with 'model', 'full_macs' and 'points' is needed")
-        if data.get("format_version") != FORMAT_VERSION:
-            raise UserError(
-                f"format_version={data.get('format_version')!r}, this version of cnmm reads {FORMAT_VERSION}; "
-                "upgrade with: pip install -U cnmm"
-            )
-        points = data.get("points")
-        if not isinstance(points, Sequence) or isinstance(points, str) or not points:
-            raise UserError("'points' must be a list of one or more measured points")
-        cascade = data.get("cascade") if data.get("kind") != "ladder" else None  # a ladder's has files: see cnmm.ladder
-        if not isinstance(cascade, Mapping | None):
-            raise UserError("'cascade' must be an object or null")
+            raise UserError("it must be an object with 'model', 'full_macs' and 'points'")
+        check_version(data)
+        points = _fields.get(data, "points", _fields.list_of(_fields.OBJECT, least=1))
+        cascade = _fields.get(data, "cascade", _fields.or_null(_fields.OBJECT))
         return cls(
-            model=_checked(data, "model", ""),
-            full_macs=_checked(data, "full_macs", ""),
-            points=tuple(_read_point(entry, number) for number, entry in enumerate(points)),
+            model=_fields.get(data, "model", _fields.TEXT),
+            full_macs=_fields.get(data, "full_macs", _fields.POSITIVE),
+            points=tuple(_read_point(entry, f"points[{number}].") for number, entry in enumerate(points)),
             cascade=None if cascade is None else Cascade.from_dict(cascade),
         )
+
+    def to_csv(self) -> str:
+        """One line per measured point, cheapest first."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [each.name for each in dataclasses.fields(FrontierPoint)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(point) for point in self.points)
+        return text.getvalue()
 
     def save(self, path: str | Path) -> None:
         """Writes a JSON file in one step."""
@@ -210,75 +229,48 @@ def find_frontier(folder: str | Path) -> Frontier:
     raise UserError(f"{folder}: its frontier is not measured yet; do so with: cnmm frontier {folder} --data KIND:DIR")
 
 
+def metric_words(metric: str) -> str:
+    """A metric as people say it."""
+    return "mIoU" if metric == "miou" else metric.replace("_", " ")
+
+
 def _by_macs(point: FrontierPoint) -> tuple[int, float, str]:
-    return point.macs, -point.accuracy, point.point
+    return point.macs, -point.quality, point.name
 
 
 def _envelope(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     envelope: list[FrontierPoint] = []
     for point in sorted(points, key=_by_macs):
-        if not envelope or point.accuracy > envelope[-1].accuracy:
+        if not envelope or point.quality > envelope[-1].quality:
             envelope.append(point)
     return envelope
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-def _or_none(check: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is None or check(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value) and value.isprintable()
-
-
-_COUNT = (_is_count, "a whole number of at least 0")
-_POSITIVE = (lambda value: _is_count(value, 1), "a whole number of at least 1")
-_SHARE = (_is_share, "a number between 0 and 1")
-_TEXT = (_is_text, "a text on one line")
-_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "model": _TEXT,
-    "full_macs": _POSITIVE,
-    "point": _TEXT,
-    "exit": _POSITIVE,
-    "cuts": _COUNT,
-    "macs": _COUNT,
-    "params": _COUNT,
-    "accuracy": _SHARE,
-    "low": _SHARE,
-    "high": _SHARE,
-    "n": _POSITIVE,
-    "split": _TEXT,
-    "statistics": (lambda value: value in (RE_ESTIMATED, RAW), f"{RE_ESTIMATED!r} or {RAW!r}"),
-    "raw_accuracy": (_or_none(_is_share), "a number between 0 and 1, or null"),
-    "test_accuracy": (_or_none(_is_share), "a number between 0 and 1, or null"),
-    "test_n": (_or_none(lambda value: _is_count(value, 1)), "a whole number of at least 1, or null"),
-    "on_envelope": (lambda value: isinstance(value, bool), "true or false"),
+_CHECKS: dict[str, _fields.Check] = {
+    "name": _fields.TEXT,
+    "rule": _fields.one_of(*get_args(Rule)),
+    "cuts": _fields.COUNT,
+    "exit": _fields.POSITIVE,
+    "macs": _fields.COUNT,
+    "params": _fields.COUNT,
+    "quality": _fields.SHARE,
+    "metric": _fields.TEXT,
+    "low": _fields.SHARE,
+    "high": _fields.SHARE,
+    "n": _fields.POSITIVE,
+    "split": _fields.TEXT,
+    "statistics": _fields.one_of(RE_ESTIMATED, RAW),
+    "raw_quality": _fields.or_null(_fields.SHARE),
+    "test_quality": _fields.or_null(_fields.SHARE),
+    "test_n": _fields.or_null(_fields.POSITIVE),
+    "on_envelope": _fields.TRUTH,
 }
-"""What every field of the file must be: a check, and its words."""
 
 
-def _read_point(entry: object, number: int) -> FrontierPoint:
-    if not isinstance(entry, Mapping):
-        raise UserError(f"points[{number}] must be an object")
+def _read_point(entry: Mapping[str, Any], where: str) -> FrontierPoint:
     fields = {
-        this.name: _checked(entry, this.name, f"points[{number}].")
-        for this in dataclasses.fields(FrontierPoint)
-        if this.name in entry or this.default is dataclasses.MISSING
+        each.name: _fields.get(entry, each.name, _CHECKS[each.name], where)
+        for each in dataclasses.fields(FrontierPoint)
+        if each.name in entry or each.default is dataclasses.MISSING
     }
     return FrontierPoint(**fields)
-
-
-def _checked(data: Mapping[str, Any], name: str, where: str) -> Any:
-    check, words = _CHECKS[name]
-    value = data.get(name)
-    if not check(value):
-        found = repr(value) if name in data else "missing"
-        raise UserError(f"{where}{name} is {found[:80]}; {words} is needed")
-    return value

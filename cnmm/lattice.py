@@ -10,11 +10,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from cnmm._errors import UserError
 from cnmm.config import MixtureConfig
 
 Edge = tuple[int, int]
+Rule = Literal["flow", "flow_per_mac", "mean_flow"]
+"""Which edge is cut next: that of least flow (the paper's), of least flow per mac that vanishes with it, or of least
+flow averaged over all exits up to this one, which keeps the earlier exits good too: the rule for cascades."""
 Network = tuple[int, ...]
 """One CNN of the mixture: the nodes that it visits, from 0 to T."""
 
@@ -162,6 +166,10 @@ class OperatingPoint:
     exit: int
     edges: frozenset[Edge]
     name: str
+    rule: Rule | None = None
+    """The rule of the cutting order that it is from; None: it is from none."""
+    cuts: int | None = None
+    """Its place in that order."""
 
     def __post_init__(self) -> None:
         if not self.edges:
@@ -182,6 +190,13 @@ def network_point(dag: Dag, network: Network, exit: int | None = None) -> Operat
     if network[0] != 0 or network[-1] != dag.output:
         raise UserError(f"network {network}: it must lead from 0 to {dag.output}")
     return OperatingPoint(exit=exit, edges=frozenset(edges), name=f"e{exit}n{'-'.join(map(str, network))}")
+
+
+def reached_exits(config: MixtureConfig, point: OperatingPoint) -> tuple[int, ...]:
+    """The exits that a point's edges reach, up to its own."""
+    lattice = build_lattice(config)
+    first = min(i for i, j in lattice.exit_edges(point.exit, point.edges) if j == lattice.output)
+    return tuple(k for k in config.exit_numbers if k <= point.exit and lattice.exits[k - 1] >= first)
 
 
 def path_edges(network: Network) -> list[Edge]:

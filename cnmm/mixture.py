@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from cnmm import blocks
 from cnmm._errors import UserError
 from cnmm.chain import Chain, initial_logits
-from cnmm.config import Gates, MixtureConfig, check_input_size
+from cnmm.config import Gates, MixtureConfig, Preprocessing, check_input_size
 from cnmm.cost import classifier_sizes
 from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
 from cnmm.prune import check_classifier
@@ -65,6 +65,7 @@ class Mixture(nn.Module):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
+        self.preprocessing: Preprocessing | None = None
         self.lattice: Lattice = build_lattice(config)
         if config.mixing == "gates":
             self.gate_logits = nn.Parameter(torch.tensor(initial_logits(self.lattice, config.gate_init)))

@@ -8,17 +8,13 @@ vanishes with its shared part and its edges, which are not counted as cuts.
 from __future__ import annotations
 
 import re
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 from cnmm._errors import UserError
 from cnmm.chain import Chain, break_sticks, flow
 from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
-from cnmm.lattice import Dag, Edge, OperatingPoint, build_lattice
-
-Rule = Literal["flow", "flow_per_mac", "mean_flow"]
-"""Which edge is cut next: that of least flow (the paper's), of least flow per mac that vanishes with it, or of least
-flow averaged over all exits up to this one, which keeps the earlier exits good too: the rule for cascades."""
+from cnmm.lattice import Dag, Edge, OperatingPoint, Rule, build_lattice
 
 _LETTERS: dict[str, Rule] = {"c": "flow", "m": "flow_per_mac", "a": "mean_flow"}
 _TIE = 1e-9  # flows that differ by less, relatively, are equal but for rounding
@@ -46,7 +42,10 @@ def cutting_order(model: Mixable, exit: int | None = None, *, rule: Rule = "flow
         costs = CostTable.of(model.config) if rule == "flow_per_mac" else None
         exits = [k for k in model.config.exit_numbers if k <= exit] if rule == "mean_flow" else [exit]
         steps = _cut(model.chain.detach(), exits, costs)
-    return [OperatingPoint(exit=exit, edges=edges, name=f"e{exit}{letter}{cuts}") for cuts, edges in enumerate(steps)]
+    return [
+        OperatingPoint(exit=exit, edges=edges, name=f"e{exit}{letter}{cuts}", rule=rule, cuts=cuts)
+        for cuts, edges in enumerate(steps)
+    ]
 
 
 def named_point(model: Mixable, name: str) -> OperatingPoint:

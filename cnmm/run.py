@@ -1,26 +1,98 @@
-"""A trained run with all that belongs to it: its mixture, its data, its frontier, the statistics of its points."""
+"""A run folder and everything that is done with it: what the verbs of the command line do, in Python.
+
+run = cnmm.train(data="cifar10:DIR", out="runs/a")
+run.measure()  # operating points; the best for every budget
+run.choose("40%")
+run.export_ladder("ladder/", points=8)
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
+import torch
 
 from cnmm._errors import UserError
-from cnmm.data import DataSet, hold_out, open_data
-from cnmm.evaluation.statistics import load_statistics, reestimated, with_statistics
-from cnmm.export.onnx_writer import Preprocessing
-from cnmm.frontier import FRONTIER_FILE, Frontier, FrontierPoint
+from cnmm._files import write_atomically, written_aside
+from cnmm.budget import Budget, parse_budget
+from cnmm.config import Device, Preprocessing
+from cnmm.cost import CostTable
+from cnmm.distributed import pick_device
+from cnmm.draw import save_picture
+from cnmm.evaluation.evaluate import evaluate_exits
+from cnmm.evaluation.measure import Progress as MeasuringProgress
+from cnmm.evaluation.measure import measure
+from cnmm.evaluation.plot import plot_frontier
+from cnmm.evaluation.report import NUM_EXAMPLES, Examples, report_page, shown_points
+from cnmm.evaluation.search import Rules
+from cnmm.evaluation.statistics import load_statistics, reestimated, save_statistics, with_statistics
+from cnmm.evaluation.task import Quality, task_of
+from cnmm.export.ladder import export_ladder
+from cnmm.export.network import ExportPrecision, check_new_file, onnx_bytes, quality_of_file
+from cnmm.export.slim import SlimNetwork, save_slim, slim
+from cnmm.frontier import FRONTIER_FILE, RAW, RE_ESTIMATED, Frontier, FrontierPoint
+from cnmm.ladder import Ladder, read_ladder
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 from cnmm.prune import named_point
-from cnmm.run_folder import is_run, load, read_config
+from cnmm.run_folder import is_run, load, load_preprocessing, read_config
+from cnmm.run_images import RunImages
+from cnmm.runtime.latency import p95
+from cnmm.runtime.session import Session
+from cnmm.training.batches import Images, start_workers
+from cnmm.training.card import card
 from cnmm.training.config import TrainConfig
-from cnmm.training.loop import Images
 from cnmm.training.recipes import recipe
+from cnmm.training.seeds import seeded
+
+CALIBRATION_IMAGES = 512
+"""Training images from which int8 learns the range of every tensor."""
+_LADDER_POINTS = 16
+"""Of a ladder that is made for use at once."""
+
+logger = logging.getLogger("cnmm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What `Run.evaluate` measured."""
+
+    point: OperatingPoint
+    macs: int
+    """For one image; of a Monte-Carlo estimate, of all its samples."""
+    split: str
+    statistics: str
+    exits: dict[int, Quality]
+    """Of every exit that the point reaches."""
+    exit_macs: dict[int, int | None]
+    """Of an exit with nothing cut; None where it has no cost of its own."""
+
+    @property
+    def quality(self) -> Quality:
+        """Of the last exit."""
+        return self.exits[max(self.exits)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What `Run.export` wrote."""
+
+    file: Path
+    point: str
+    macs: int
+    params: int
+    precision: str
+    num_bytes: int
+    quality: Quality | None = None
+    """Of an int8 file, on held-out images; and before it was quantised:"""
+    float32_quality: Quality | None = None
 
 
 class Run:
@@ -32,7 +104,9 @@ class Run:
         if not is_run(folder):
             raise UserError(f"{folder}: no run folder; `cnmm train --out {folder} ...` makes one")
         self.about: dict[str, Any] = read_config(folder)
-        self.spec: str | None = data or self.about.get("data", {}).get("spec")
+        self._spec: str | None = data or self.about.get("data", {}).get("spec")
+
+    # What it has
 
     @cached_property
     def model(self) -> Mixture:
@@ -45,35 +119,16 @@ class Run:
 
     @cached_property
     def preprocessing(self) -> Preprocessing:
-        """Classes, mean and deviation travel with the weights, whatever images they meet."""
-        config, data = self.model.config, self.about.get("data", {})
-        return Preprocessing(
-            classes=tuple(data.get("classes", map(str, range(config.num_classes)))),
-            mean=tuple(data.get("mean", (0.0,) * config.in_chans)),
-            std=tuple(data.get("std", (1.0,) * config.in_chans)),
-            size=config.input_size,
-        )
+        """Classes, mean and standard deviation travel with the weights, whatever images they meet."""
+        about = load_preprocessing(self.folder)
+        if about is None:
+            raise UserError(f"{self.folder}: config.json has no 'data', so its classes, mean and std are not known")
+        return about
 
     @cached_property
-    def data(self) -> DataSet:
-        if self.spec is None:
-            raise UserError(f"{self.folder} does not say what it was trained on; use --data, for example cifar10:DIR")
-        data = open_data(self.spec, size=self.model.config.input_size)
-        if len(data.classes) != self.model.config.num_classes:
-            raise UserError(
-                f"{self.spec} has {len(data.classes)} classes, {self.folder} has {self.model.config.num_classes}"
-            )
-        about = self.preprocessing
-        return dataclasses.replace(data, mean=about.mean, std=about.std)
-
-    @cached_property
-    def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the images that it was trained on, and of those held out."""
-        return hold_out(self.data.train.labels, self.config.val, self.config.seed)
-
-    @cached_property
-    def images(self) -> Images:
-        return Images(self.data, self.config)
+    def images(self) -> RunImages:
+        """The images that it was trained on, held out, and is tested on."""
+        return RunImages(self.folder, self._spec, self.model.config, self.preprocessing, self.config)
 
     @cached_property
     def frontier(self) -> Frontier:
@@ -83,22 +138,12 @@ class Run:
             raise UserError(f"{self.folder}: its frontier is not measured yet; run: cnmm frontier {self.folder}")
         return dataclasses.replace(Frontier.load(path), buffers=load_statistics(self.folder))
 
-    def find(self, *, budget: str | None = None, point: str | None = None) -> OperatingPoint:
-        """An operating point by name, or the best within a budget; neither: nothing cut."""
-        if budget is not None and point is not None:
-            raise UserError(f"--budget {budget} and --point {point}: only one of them")
-        if budget is not None:
-            point = self.choose(budget).point
-        last = self.model.config.exit_numbers[-1]
-        return named_point(self.model, point or f"e{last}c0")
-
-    def choose(self, budget: str) -> FrontierPoint:
-        """The best measured point within a budget."""
-        from cnmm.budget import parse_budget
-        from cnmm.runtime.latency import p95
-
-        latency = p95(self.folder) if parse_budget(budget).kind == "ms" else None
-        return self.frontier.choose(budget, latency)
+    def latency(self) -> dict[str, float]:
+        """p95 milliseconds by point as measured on this machine; nothing if nothing was."""
+        try:
+            return p95(self.folder)
+        except UserError:
+            return {}
 
     def settled(self, point: OperatingPoint) -> Mixture:
         """The mixture with a point's own statistics: measured before, or estimated now on training images."""
@@ -106,32 +151,234 @@ class Run:
         if stored:
             return with_statistics(self.model, stored)
         try:
-            data, (kept, _) = self.data, self.parts
-        except (OSError, ValueError) as error:
+            batches = self.images.statistics()
+        except (OSError, UserError) as error:
             raise UserError(
                 f"{self.folder}: the statistics of {point.name} are not stored, and its images are not at hand "
                 f"({error}); say where they are with --data, or choose a point of the frontier"
             ) from None
-        return reestimated(self.model, self.images.statistics_batches(data.train, kept), point)
+        return reestimated(self.model, batches, point)
 
-    def held_out(self, num: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Held-out images, uint8 [N, H, W, C], and their labels; at most `num` of them."""
-        indices = self.parts[1]
-        if not len(indices):
-            raise UserError(f"{self.folder} was trained with --val 0: no images were held out")
-        chosen = indices[:num]
-        return self.data.train.read(chosen), self.data.train.labels[chosen]
+    # What is done with it
 
-    def training(self, num: int) -> np.ndarray:
-        """Training images as they are, uint8 [N, H, W, C], always the same ones."""
-        kept = self.parts[0]
-        chosen = np.sort(np.random.default_rng(0).permutation(kept)[:num])
-        return self.data.train.read(chosen)
+    def find(self, *, budget: str | Budget | None = None, point: str | None = None) -> OperatingPoint:
+        """An operating point by name, or the best within a budget; neither: nothing cut."""
+        if budget is not None:
+            point = self.choose(budget).name
+        last = self.model.config.exit_numbers[-1]
+        return named_point(self.model, point or f"e{last}c0")
 
+    def choose(self, budget: str | float | Budget) -> FrontierPoint:
+        """The best measured point within a budget."""
+        latency = p95(self.folder) if parse_budget(budget).kind == "ms" else None
+        return self.frontier.choose(budget, latency)
 
-def ladder_of_run(run: str | Path, folder: str | Path, points: int = 16) -> None:
-    """A ladder of a run's frontier, for use at once; it needs no images."""
-    from cnmm.export.ladder import export_ladder
+    def evaluate(
+        self,
+        *,
+        split: str = "test",
+        budget: str | Budget | None = None,
+        point: str | None = None,
+        metric: str | None = None,
+        raw: bool = False,
+        monte_carlo: int = 0,
+        hard: bool = False,
+        device: Device = "auto",
+        workers: int | None = None,
+    ) -> Evaluation:
+        """Quality of every exit that a point (default: nothing cut) reaches, on test or held-out images.
 
-    opened = Run(run)
-    export_ladder(opened.model, opened.frontier, folder, points, about=opened.preprocessing)
+        `raw` keeps the full mixture's statistics at a cut point. `monte_carlo` averages the probabilities of so many
+        samples of the gates, `hard` ones or relaxed at the run's temperature; they cost as many passes.
+        """
+        chosen = self.find(budget=budget, point=point) if budget or point else None
+        config = dataclasses.replace(self.config, device=device, workers=workers)
+        part, indices = self.images.split(split)
+        place = pick_device(device)
+        with start_workers(self.images.data, config) as running:
+            images = Images(self.images.data, config, device=place, workers=running)
+            model = self.settled(chosen) if chosen and not raw else self.model
+            exits = evaluate_exits(
+                model.to(place),
+                images.batches(part, indices),
+                chosen,
+                metric=metric,
+                monte_carlo=monte_carlo,
+                hard=hard,
+                temperature=config.temperature,
+                generator=seeded(config.seed, "monte-carlo"),
+            )
+        return self._evaluation(chosen, split, raw, monte_carlo, exits)
+
+    def _evaluation(
+        self, chosen: OperatingPoint | None, split: str, raw: bool, monte_carlo: int, exits: dict[int, Quality]
+    ) -> Evaluation:
+        costs, last = CostTable.of(self.model.config), max(exits)
+        macs = (costs.point(chosen) if chosen else costs.exit(last)).macs * max(1, monte_carlo)
+        before = {exit: None if chosen else costs.exit(exit).macs for exit in exits}
+        return Evaluation(
+            point=chosen or named_point(self.model, f"e{last}c0"),
+            macs=macs,
+            split=split,
+            statistics=RAW if (chosen and raw) or self.config.statistics == RAW else RE_ESTIMATED,
+            exits=exits,
+            exit_macs={**before, last: macs},
+        )
+
+    def measure(
+        self,
+        *,
+        rule: Rules = "both",
+        images: int | None = None,
+        points: int | None = None,
+        test: bool = False,
+        metric: str | None = None,
+        statistics: Literal["re-estimated", "raw"] = "re-estimated",
+        on_progress: Callable[[MeasuringProgress], None] = lambda progress: None,
+    ) -> Frontier:
+        """Measures operating points on held-out images and writes the frontier into the run folder.
+
+        `images` and `points` limit how many; `test` adds test figures to the best points. With `statistics="raw"`
+        every point keeps the run's own statistics, as in the paper: nothing is re-estimated.
+        """
+        split, part, chosen = self.images.measured(images)
+        frontier = measure(
+            self.model,
+            self.images.batches(part, chosen),
+            statistics=None if statistics == RAW else self.images.statistics(),
+            test=self.images.batches(*self.images.split("test")) if test else None,
+            rule=rule,
+            num_points=points,
+            metric=metric,
+            split=split,
+            on_progress=on_progress,
+        )
+        self._write_frontier(frontier)
+        return frontier
+
+    def _write_frontier(self, frontier: Frontier) -> None:
+        """All about a frontier; frontier.json last, as it speaks of what must be there."""
+        figure = plot_frontier(frontier, self.latency())
+        save_statistics(self.folder, frontier.buffers)
+        write_atomically(self.folder / "frontier.csv", frontier.to_csv().encode())
+        for suffix in (".svg", ".png"):
+            save_picture(figure, self.folder / f"frontier{suffix}")
+        frontier.save(self.folder / FRONTIER_FILE)
+        self.__dict__["frontier"] = frontier
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the frontier: .svg or .png."""
+        save_picture(plot_frontier(self.frontier, self.latency()), path)
+
+    def slim(
+        self, *, budget: str | Budget | None = None, point: str | None = None, out: str | Path | None = None
+    ) -> SlimNetwork:
+        """An operating point as a plain network, with its own statistics; `out`: a folder to write it to."""
+        chosen = self.find(budget=budget, point=point)
+        network = slim(self.settled(chosen), chosen)
+        if out is not None:
+            about = self.preprocessing
+            with written_aside(out) as aside:
+                save_slim(network, aside, preprocessing={"classes": about.classes, **about.to_dict()})
+        return network
+
+    def export(
+        self,
+        out: str | Path,
+        *,
+        budget: str | Budget | None = None,
+        point: str | None = None,
+        precision: ExportPrecision = "float32",
+    ) -> Exported:
+        """An operating point as one ONNX file; int8 is calibrated on training images and measured on held-out ones."""
+        path = Path(out)
+        if path.suffix != ".onnx":
+            raise UserError(f"{path}: one network goes into a file that ends in .onnx; a folder needs --ladder 8")
+        check_new_file(path)
+        network = self.slim(budget=budget, point=point)
+        plain = data = onnx_bytes(network, self.preprocessing)
+        before = after = None
+        if precision == "int8":
+            logger.info("calibrating int8 on training images, then measuring it on held-out ones")
+            images = self.images.training(CALIBRATION_IMAGES)
+            data = onnx_bytes(network, self.preprocessing, precision="int8", calibration=images)
+            config, metric = self.model.config, task_of(self.model.config).check_metric(None)
+            before, after = (quality_of_file(file, self.images.labelled(), config, metric) for file in (plain, data))
+        write_atomically(path, data)
+        return Exported(
+            file=path,
+            point=network.point.name,
+            macs=network.cost.macs,
+            params=network.cost.params,
+            precision=precision,
+            num_bytes=len(data),
+            quality=after,
+            float32_quality=before,
+        )
+
+    def export_ladder(
+        self,
+        out: str | Path,
+        points: int = 8,
+        *,
+        precision: ExportPrecision = "float32",
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Ladder:
+        """A ladder folder: so many points of the frontier, and its cascade, as ONNX files with a manifest."""
+        narrow = precision == "int8"
+        export_ladder(
+            self.model,
+            self.frontier,
+            out,
+            points,
+            preprocessing=self.preprocessing,
+            precision=precision,
+            calibration=self.images.training(CALIBRATION_IMAGES) if narrow else None,
+            validation=self.images.labelled if narrow and self.images.num_held_out else None,
+            on_progress=on_progress,
+        )
+        return read_ladder(out)
+
+    def session(self, points: int = _LADDER_POINTS, **options: Any) -> Session:
+        """A session of its frontier's points, for use at once; `options` are those of `Session`."""
+        with self.as_ladder(points) as folder:
+            return Session(folder, latency=self.folder, **options)
+
+    @contextmanager
+    def as_ladder(self, points: int = _LADDER_POINTS) -> Iterator[Path]:
+        """A ladder folder of its frontier's points that is gone afterwards."""
+        with tempfile.TemporaryDirectory(prefix="cnmm-") as place:
+            self.export_ladder(Path(place) / "ladder", points)
+            yield Path(place) / "ladder"
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """One HTML page about all of it (default RUN/report.html); without images at hand it has no examples."""
+        path = Path(out) if out else self.folder / "report.html"
+        if not path.parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+        examples = None
+        try:
+            examples = self._examples()
+        except (OSError, UserError) as error:
+            logger.warning("no examples in the report: %s", " ".join(str(error).split()))
+        name = self.about.get("data", {}).get("name", "no data named")
+        page = report_page(self.model, self.frontier, data=name, latency=self.latency(), examples=examples)
+        write_atomically(path, page.encode())
+        return path
+
+    @torch.no_grad()
+    def _examples(self) -> Examples:
+        images, labels = self.images.held_out(NUM_EXAMPLES)
+        x = self.images.prepared.prepare(torch.from_numpy(images).permute(0, 3, 1, 2)).float()
+        answers = {}
+        for shown in shown_points(self.frontier):
+            point = named_point(self.model, shown.name)
+            best = self.settled(point)(x, point).softmax(1).max(1)
+            answers[shown.name] = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return Examples(images=images, labels=labels.tolist(), classes=self.preprocessing.classes, answers=answers)
+
+    def card(self, evaluation: Evaluation | None = None) -> str:
+        """The model card, with the quality of every exit: measured now unless it is given."""
+        if evaluation is None:
+            evaluation = self.evaluate(split="test" if self.images.data.test is not None else "validation")
+        return card(self.model, self.about, self.config, evaluation.exits, split=evaluation.split)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cnmm._errors import UserError
 from cnmm._files import FORMAT_VERSION, check_version, read_tensors, to_bytes, write_atomically, write_json
-from cnmm.config import MixtureConfig
+from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.lattice import build_lattice
 from cnmm.zoo import Plan, require_torch
 
@@ -99,7 +99,25 @@ def load(folder: str | Path) -> Mixture:
                 "the two files are not of the same model"
             )
     model.load_state_dict(state)
+    model.preprocessing = load_preprocessing(folder)
     return model.eval()
+
+
+def load_preprocessing(folder: str | Path) -> Preprocessing | None:
+    """Classes, mean and standard deviation of the images that a run was trained on; None if it does not say."""
+    about = read_config(folder)
+    data = about.get("data")
+    if data is None:
+        return None
+    try:
+        return Preprocessing(
+            classes=tuple(map(str, data["classes"])),
+            mean=tuple(map(float, data["mean"])),
+            std=tuple(map(float, data["std"])),
+            size=load_config(folder).input_size,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{Path(folder) / CONFIG_FILE}: data: {error!r}; classes, mean and std must be there") from None
 
 
 def load_plan(folder: str | Path) -> Plan:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cnmm"
 
-PRIVATE = {"_errors", "_files", "_machine"}
+PRIVATE = {"_errors", "_fields", "_files", "_machine"}
 PAPER = {
     "config",
     "lattice",
@@ -23,6 +23,7 @@ PAPER = {
     "run_folder",
 }
 VALUES = {"budget", "cascade", "frontier", "ladder"}
+RUN = {"run", "run_images", "run_training"}
 BELOW_EVALUATION = {"private", "paper", "values", "data"}
 MAY_IMPORT = {
     "private": set(),
@@ -58,7 +59,7 @@ def modules() -> dict[str, Path]:
 def room(module: str) -> str:
     """The room of a module."""
     first = module.split(".")[0]
-    for name, members in (("private", PRIVATE), ("paper", PAPER), ("values", VALUES)):
+    for name, members in (("private", PRIVATE), ("paper", PAPER), ("values", VALUES), ("run", RUN)):
         if first in members:
             return name
     return first

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Protocol, Self
 
 from tyro.conf import arg
+
+from cnmm.frontier import FrontierPoint
 
 NO_HINT = arg(help_behavior_hint="")
 
@@ -83,6 +85,20 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: 
     with console.capture() as text:
         console.print(table)
     print("\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n"))
+
+
+def point_row(point: FrontierPoint) -> dict[str, Any]:
+    """A measured point as `--json` prints it: its fields, and its name and quality under the words of the contract."""
+    return {"point": point.name, **asdict(point), point.metric: point.quality}
+
+
+def cells(row: dict[str, Any], *names: str) -> tuple[str, ...]:
+    """Some fields of a row as a table shows them."""
+    return tuple(f"{row[name]:,}" if isinstance(row[name], int) else str(row[name]) for name in names)
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f}"
 
 
 def say(words: str) -> None:

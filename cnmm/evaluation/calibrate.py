@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cnmm.cascade import Cascade, Threshold, stage_macs
 from cnmm.cost import CostTable
+from cnmm.evaluation.task import task_of
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 from cnmm.prune import cutting_order
@@ -43,12 +44,13 @@ def measure_cascade(
     validation: Iterable[tuple[Tensor, Tensor]],
     settle: Callable[[OperatingPoint], Mixture],
     *,
+    metric: str,
     split: str = "validation",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Cascade, Mixture]:
     """The best of several cascades of a mixture, and the mixture with its statistics.
 
-    They are cut by the flow averaged over the exits, to several sizes; the best has the highest mean accuracy over
+    They are cut by the flow averaged over the exits, to several sizes; the best has the highest mean quality over
     average budgets from 15 to 90 % of the full macs. `settle` gives the mixture with a point's own statistics.
     """
     batches = list(validation)
@@ -63,8 +65,8 @@ def measure_cascade(
     best: tuple[float, Cascade, Mixture] | None = None
     for number, point in enumerate(candidates):
         settled = settle(point)
-        found = _measured(settled, point, batches, split)
-        score = sum(found.accuracy_at(part * full) for part in BUDGETS) / len(BUDGETS)
+        found = _measured(settled, point, batches, metric, split)
+        score = sum(found.quality_at(part * full) for part in BUDGETS) / len(BUDGETS)
         if best is None or score > best[0]:
             best = score, found, settled
         on_progress(number + 1, len(candidates))
@@ -72,7 +74,9 @@ def measure_cascade(
     return best[1], best[2]
 
 
-def _measured(model: Mixture, point: OperatingPoint, batches: list[tuple[Tensor, Tensor]], split: str) -> Cascade:
+def _measured(
+    model: Mixture, point: OperatingPoint, batches: list[tuple[Tensor, Tensor]], metric: str, split: str
+) -> Cascade:
     macs = stage_macs(model.config, point)
     confidence, right = [], []
     with torch.no_grad():
@@ -81,17 +85,32 @@ def _measured(model: Mixture, point: OperatingPoint, batches: list[tuple[Tensor,
             best = torch.stack([score.float().softmax(1) for score in scores.values()], 1).max(2)
             confidence.append(best.values)
             right.append(best.indices == labels[:, None])
-    rows = calibrate(torch.cat(confidence).cpu().numpy(), torch.cat(right).cpu().numpy(), tuple(macs.values()))
-    num = sum(len(labels) for _, labels in batches)
-    return Cascade(point=point.name, exits=tuple(macs), macs=tuple(macs.values()), thresholds=rows, n=num, split=split)
+    labels = torch.cat([labels for _, labels in batches])
+    weight_N = task_of(model.config).weights(labels, metric).numpy()
+    rows = calibrate(
+        torch.cat(confidence).cpu().numpy(), torch.cat(right).cpu().numpy(), tuple(macs.values()), weight_N
+    )
+    return Cascade(
+        point=point.name,
+        exits=tuple(macs),
+        macs=tuple(macs.values()),
+        thresholds=rows,
+        metric=metric,
+        n=len(labels),
+        split=split,
+    )
 
 
-def calibrate(confidence_NE: Floats, right_NE: npt.NDArray[np.bool_], macs: Sequence[int]) -> tuple[Threshold, ...]:
+def calibrate(
+    confidence_NE: Floats, right_NE: npt.NDArray[np.bool_], macs: Sequence[int], weight_N: Floats | None = None
+) -> tuple[Threshold, ...]:
     """Thresholds from "leave at once" to "never early", with what they spend on these images, cheapest first.
 
-    No exit asks for less where more may be spent. `macs` are those of each stage.
+    No exit asks for less where more may be spent. `macs` are those of each stage; `weight_N` is what a right answer of
+    each image counts, one on average.
     """
-    count = _Count(confidence_NE, right_NE, np.cumsum(macs))
+    worth_NE = right_NE.astype(np.float64) if weight_N is None else right_NE * weight_N[:, np.newaxis]
+    count = _Count(confidence_NE, worth_NE, np.cumsum(macs))
     early = confidence_NE.shape[1] - 1
     confidence = np.zeros(early)
     rows = [count.row(confidence)]
@@ -103,9 +122,12 @@ def calibrate(confidence_NE: Floats, right_NE: npt.NDArray[np.bool_], macs: Sequ
 
 
 class _Count:
-    """What confidences spend and give. `passed`: macs of an image that leaves at each exit."""
+    """What confidences spend and give.
 
-    def __init__(self, confidence_NE: Floats, right_NE: npt.NDArray[np.bool_], passed: npt.NDArray[np.int64]) -> None:
+    `right_NE`: what answers count; `passed`: macs of an image that leaves at each exit.
+    """
+
+    def __init__(self, confidence_NE: Floats, right_NE: Floats, passed: npt.NDArray[np.int64]) -> None:
         self.confidence_NE, self.right_NE, self.passed = confidence_NE, right_NE, passed
 
     def row(self, confidence: Floats) -> Threshold:
@@ -114,7 +136,7 @@ class _Count:
         return Threshold(
             confidence=tuple(confidence.tolist()),
             average_macs=float(self.passed[leaves].mean()),
-            accuracy=float(self.right_NE[np.arange(num), leaves].mean()),
+            quality=float(self.right_NE[np.arange(num), leaves].mean()),
             exits=tuple((np.bincount(leaves, minlength=exits) / num).tolist()),
         )
 

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
 from cnmm.blocks import Statistics
 from cnmm.cost import CostTable
-from cnmm.evaluation.evaluate import Quality, quality_of
+from cnmm.evaluation.task import Quality, task_of
 from cnmm.lattice import Edge, OperatingPoint
 from cnmm.mixture import Mixture, Parts
 
@@ -92,20 +91,22 @@ class Engine:
         self.known |= known
 
     def evaluate(
-        self, points: Sequence[OperatingPoint], batches: Iterable[tuple[Tensor, Tensor]], tick: Tick, *, raw: bool
+        self,
+        points: Sequence[OperatingPoint],
+        batches: Iterable[tuple[Tensor, Tensor]],
+        tick: Tick,
+        *,
+        metric: str,
+        raw: bool,
     ) -> dict[str, Quality]:
         """Quality of the points by name, with their re-estimated or the model's own statistics."""
-        predicted: dict[str, list[Tensor]] = {point.name: [] for point in points}
-        targets: list[Tensor] = []
-        for images, labels in batches:
+        task, num_classes = task_of(self.model.config), self.model.config.num_classes
+        meters = {point.name: task.meter(num_classes) for point in points}
+        for images, target in batches:
             for point, logits in self._sweep(points, images, {} if raw else self.known):
-                predicted[point.name].append(logits.argmax(1))
+                meters[point.name].add(logits, target)
                 tick(1 / len(points))
-            targets.append(labels)
-        if not targets:
-            raise UserError("no images to evaluate on")
-        labels, num_classes = torch.cat(targets), self.model.config.num_classes
-        return {name: quality_of(torch.cat(found), labels, num_classes) for name, found in predicted.items()}
+        return {name: meter.quality(metric) for name, meter in meters.items()}
 
     def buffers(self, point: OperatingPoint) -> dict[str, Tensor]:
         """The re-estimated statistics of a point."""

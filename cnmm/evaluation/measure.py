@@ -1,4 +1,4 @@
-"""Measuring the frontier: the accuracy of many operating points, with statistics re-estimated at each of them.
+"""Measuring the frontier: the quality of many operating points, with statistics re-estimated at each of them.
 
 Hundreds of points exist, and most of their work is common. What a map holds depends only on the images and on the
 surviving edges among its ancestors; so do the batch statistics re-estimated there. Hence every batch meets all points
@@ -9,7 +9,6 @@ all, should they be too many, is decided from coarse to fine (`first_points`, `n
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from cnmm._errors import UserError
 from cnmm.evaluation.batches import Batches
 from cnmm.evaluation.calibrate import SHARES, measure_cascade
 from cnmm.evaluation.engine import Engine
-from cnmm.evaluation.evaluate import Quality
 from cnmm.evaluation.search import Curve, Rules, cutting_curves, first_points, next_points
 from cnmm.evaluation.statistics import reestimated, with_statistics
+from cnmm.evaluation.task import Quality, task_of
 from cnmm.frontier import RAW, RE_ESTIMATED, Frontier, FrontierPoint
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
@@ -58,20 +57,24 @@ def measure(
     num_points: int | None = None,
     raw: bool = True,
     cascade: bool = True,
+    metric: str | None = None,
     split: str = "validation",
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Frontier:
-    """Accuracy and macs of many operating points on batches of images and labels, in search of the upper envelope.
+    """Quality and macs of many operating points on batches of images and labels, in search of the upper envelope.
 
     `statistics` are batches of training images without labels (a few thousand images), on which the batch statistics
     are re-estimated at every point; without them the model's own are used, and the points say "raw". With `raw`, the
-    envelope points get their raw accuracy too, and with `test` their accuracy on test images.
+    envelope points get their raw quality too, and with `test` their quality on test images.
+
+    `metric` is what quality means, for the frontier, its envelope and early exit: the task's first unless told.
 
     All points are measured if they have enough in common; a large mixture, or `num_points`, makes it a search from
     coarse to fine. `points`: exactly these are measured. A `cascade` is measured as well, if there are several exits.
     """
-    _check(model, validation=validation, statistics=statistics, test=test)
-    run = _Run(model, validation, statistics, split, on_progress)
+    _check(validation=validation, statistics=statistics, test=test)
+    metric = task_of(model.config).check_metric(metric)
+    run = _Measuring(model, validation, statistics, metric, split, on_progress)
     curves = [] if points is not None else cutting_curves(model, rule)
     if points is None and num_points is None:
         points = _all_at_once(model, curves)
@@ -84,7 +87,7 @@ def measure(
     return run.add_cascade(frontier) if cascade and several else frontier
 
 
-class _Run:
+class _Measuring:
     """One call of `measure`: what it has found so far."""
 
     def __init__(
@@ -92,10 +95,12 @@ class _Run:
         model: Mixture,
         validation: Batches[tuple[Tensor, Tensor]],
         statistics: Batches[Tensor] | None,
+        metric: str,
         split: str,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self.model, self.validation, self.statistics, self.split = model, validation, statistics, split
+        self.model, self.validation, self.statistics = model, validation, statistics
+        self.metric, self.split = metric, split
         self.engine, self.meter = Engine(model), _Meter(on_progress)
         self.points: dict[str, OperatingPoint] = {}
         self.found: dict[str, FrontierPoint] = {}
@@ -108,7 +113,7 @@ class _Run:
         self.meter.begin(len(self.points), self.engine.macs(chosen), [self.statistics, self.validation], share)
         if self.statistics is not None:
             self.engine.estimate(chosen, self.statistics, self.meter.tick)
-        qualities = self.engine.evaluate(chosen, self.validation, self.meter.tick, raw=self.statistics is None)
+        qualities = self._qualities(chosen, self.validation, raw=self.statistics is None)
         self.found |= {point.name: self._measured(point, qualities[point.name]) for point in chosen}
 
     def search(self, curves: Sequence[Curve], num: int) -> None:
@@ -116,26 +121,25 @@ class _Run:
         chosen = first_points(curves, num)
         while chosen:
             self.add(chosen, later=num - len(self.found) - len(chosen))
-            accuracy = {name: point.accuracy for name, point in self.found.items()}
-            chosen = next_points(curves, accuracy, num - len(self.found))
+            quality = {name: point.quality for name, point in self.found.items()}
+            chosen = next_points(curves, quality, num - len(self.found))
 
     def finish(self, *, raw: bool, test: Batches[tuple[Tensor, Tensor]] | None) -> Frontier:
         """The frontier; its envelope points with the figures that only they get."""
         engine, only_raw = self.engine, self.statistics is None
         frontier = self._frontier()
-        best = engine.ordered(self.points[point.point] for point in frontier.envelope())
+        best = engine.ordered(self.points[point.name] for point in frontier.envelope())
         again = self.validation if raw and not only_raw else None
         self.meter.begin(len(self.points), engine.macs(best), [again, test])
         if raw:
-            known = {name: point.accuracy for name, point in self.found.items()}
+            known = {name: point.quality for name, point in self.found.items()}
             if again is not None:
-                found = engine.evaluate(best, again, self.meter.tick, raw=True)
-                known = {name: quality.accuracy for name, quality in found.items()}
-            for name, accuracy in known.items():
-                self.found[name] = dataclasses.replace(self.found[name], raw_accuracy=accuracy)
+                known = {name: quality.value for name, quality in self._qualities(best, again, raw=True).items()}
+            for name, value in known.items():
+                self.found[name] = dataclasses.replace(self.found[name], raw_quality=value)
         if test is not None:
-            for name, quality in engine.evaluate(best, test, self.meter.tick, raw=only_raw).items():
-                tested = dataclasses.replace(self.found[name], test_accuracy=quality.accuracy, test_n=quality.n)
+            for name, quality in self._qualities(best, test, raw=only_raw).items():
+                tested = dataclasses.replace(self.found[name], test_quality=quality.value, test_n=quality.n)
                 self.found[name] = tested
         return self._frontier({} if only_raw else {point.name: engine.buffers(point) for point in best})
 
@@ -149,11 +153,17 @@ class _Run:
             self.model,
             self.validation,
             self._settled,
+            metric=self.metric,
             split=self.split,
             on_progress=lambda _, total: self.meter.tick(num / total),
         )
         buffers = {} if self.statistics is None else {cascade.point: dict(settled.named_buffers())}
         return dataclasses.replace(frontier, cascade=cascade, buffers={**frontier.buffers, **buffers})
+
+    def _qualities(
+        self, points: Sequence[OperatingPoint], batches: Batches[tuple[Tensor, Tensor]], *, raw: bool
+    ) -> dict[str, Quality]:
+        return self.engine.evaluate(points, batches, self.meter.tick, metric=self.metric, raw=raw)
 
     def _settled(self, point: OperatingPoint) -> Mixture:
         if self.statistics is None:
@@ -168,16 +178,17 @@ class _Run:
 
     def _measured(self, point: OperatingPoint, quality: Quality) -> FrontierPoint:
         cost = self.engine.costs.point(point)
-        match = re.fullmatch(r"e\d+[a-z](\d+)", point.name)
-        if not match:
-            raise UserError(f"point {point.name!r}: a name like e5c37 is needed; take points from cutting_order(...)")
+        if point.rule is None or point.cuts is None:
+            raise UserError(f"point {point.name!r}: it must come from cutting_order(model, exit=...)")
         return FrontierPoint(
-            point=point.name,
+            name=point.name,
+            rule=point.rule,
+            cuts=point.cuts,
             exit=point.exit,
-            cuts=int(match[1]),
             macs=cost.macs,
             params=cost.params,
-            accuracy=quality.accuracy,
+            quality=quality.value,
+            metric=self.metric,
             low=quality.low,
             high=quality.high,
             n=quality.n,
@@ -218,9 +229,7 @@ def _all_at_once(model: Mixture, curves: Sequence[Curve]) -> list[OperatingPoint
     return points if engine.macs(points) <= ALL_AT_ONCE * engine.costs.exit().macs else None
 
 
-def _check(model: Mixture, **batches: Batches[object] | None) -> None:
-    if model.config.task != "classification":
-        raise UserError(f"{model.config.name!r} labels pixels; only the accuracy of classifiers can be measured")
+def _check(**batches: Batches[object] | None) -> None:
     for name, each in batches.items():
         if each is not None and not hasattr(each, "__len__"):
-            raise UserError(f"{name} is gone through several times; pass a list of batches, not an iterator")
+            raise UserError(f"{name} is iterated more than once; pass a list of batches, not an iterator")

@@ -1,4 +1,4 @@
-"""The frontier as a picture, in the paper's form: accuracy against macs, one curve per exit, the envelope on top.
+"""The frontier as a picture, in the paper's form: quality against macs, one curve per exit, the envelope on top.
 
 Early exit, where macs are an average, is a curve of its own. Needs matplotlib, which is imported only when something is
 drawn. The same frontier gives the same bytes.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cnmm.cascade import Cascade
 from cnmm.cost import short_count
 from cnmm.draw import FAINT, GREY, INK, PALE, STYLE, require_matplotlib
-from cnmm.frontier import Frontier, FrontierPoint
+from cnmm.frontier import Frontier, FrontierPoint, metric_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 _EXIT_COLOURS = ("#38a3a5", "#3182ce", "#5b4b8a", "#b83280", "#c05621", "#b7791f", "#4d7c0f", "#6b7782")
 _EARLY_COLOUR = "#e53e3e"
-_RULES = {"c": "flow", "m": "flow per mac"}
-_DASHES = {"c": "solid", "m": (0, (4, 2))}
+_DASHES: dict[str, Any] = {"flow": "solid", "flow_per_mac": (0, (4, 2))}
 
 Cost = Callable[[FrontierPoint], float]
 
@@ -31,19 +30,14 @@ def plot_frontier(frontier: Frontier, latency: Mapping[str, float] | None = None
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
 
-    timed = [point for point in frontier.points if point.point in (latency or {})]
+    timed = [point for point in frontier.points if point.name in (latency or {})]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13.2 if timed else 8.4, 5.4), dpi=160, facecolor="white", layout="constrained")
         panels = figure.subplots(1, 2 if timed else 1, squeeze=False, sharey=True)[0]
         _draw_panel(panels[0], frontier.points, lambda point: point.macs / 1e6)
         panels[0].set_xlabel("macs per image (millions)", color=GREY)
-        panels[0].set_ylabel(f"accuracy (%), {frontier.points[0].n:,} {frontier.points[0].split} images", color=GREY)
-        _show_share(panels[0], frontier.full_macs / 1e6)
-        if frontier.cascade:
-            _draw_cascade(panels[0], frontier.cascade)
-        if timed and latency:
-            _draw_panel(panels[1], timed, lambda point: latency[point.point])
-            panels[1].set_xlabel("latency on this machine (ms), 95th percentile, batch 1", color=GREY)
+        first = frontier.points[0]
+        panels[0].set_ylabel(f"{metric_words(first.metric)} (%), {first.n:,} {first.split} images", color=GREY)
         columns = 1 if len(panels[0].lines) < 16 else 2
         panels[0].legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK, ncols=columns)
         panels[0].set_title(_title(frontier), loc="left", color=INK, size=12, weight="bold", pad=12)
@@ -75,13 +69,14 @@ def _draw_panel(axes: Axes, points: Sequence[FrontierPoint], cost: Cost) -> None
 def _draw_exits(axes: Axes, points: Sequence[FrontierPoint], cost: Cost) -> None:
     """One curve per exit, and per cutting rule if there are two."""
     exits = sorted({point.exit for point in points})
-    rules = sorted({_letter(point) for point in points} - {""}) or [""]
+    rules: list[str] = sorted({point.rule for point in points if point.cuts}) or [points[0].rule]
     for exit in exits:
         colour = _EXIT_COLOURS[(exit - 1) % len(_EXIT_COLOURS)]
         for rule in rules:
-            mine = sorted((p for p in points if p.exit == exit and _letter(p) in (rule, "")), key=cost)
-            words = f"exit {exit}" + (f", {_RULES.get(rule, rule)}" if len(rules) > 1 else "")
-            x, y = [cost(p) for p in mine], [100 * p.accuracy for p in mine]
+            # Nothing cut belongs to all rules.
+            mine = sorted((p for p in points if p.exit == exit and (p.rule == rule or not p.cuts)), key=cost)
+            words = f"exit {exit}" + (f", {rule.replace('_', ' ')}" if len(rules) > 1 else "")
+            x, y = [cost(p) for p in mine], [100 * p.quality for p in mine]
             style: dict[str, Any] = {
                 "color": colour,
                 "linewidth": 1.1,
@@ -94,8 +89,8 @@ def _draw_exits(axes: Axes, points: Sequence[FrontierPoint], cost: Cost) -> None
 def _envelope(points: Sequence[FrontierPoint], cost: Cost) -> list[FrontierPoint]:
     """The points that are better than every cheaper one, at any cost."""
     best: list[FrontierPoint] = []
-    for point in sorted(points, key=lambda point: (cost(point), -point.accuracy)):
-        if not best or point.accuracy > best[-1].accuracy:
+    for point in sorted(points, key=lambda point: (cost(point), -point.quality)):
+        if not best or point.quality > best[-1].quality:
             best.append(point)
     return best
 
@@ -117,12 +112,12 @@ def _draw_envelope(axes: Axes, best: Sequence[FrontierPoint], cost: Cost, end: f
 def _draw_cascade(axes: Axes, cascade: Cascade) -> None:
     """What an average budget buys with early exit."""
     x = [row.average_macs / 1e6 for row in cascade.thresholds]
-    y = [100 * row.accuracy for row in cascade.thresholds]
+    y = [100 * row.quality for row in cascade.thresholds]
     axes.plot(x, y, color=_EARLY_COLOUR, linewidth=2.0, zorder=3, label="early exit, macs on average")
 
 
 def _values(point: FrontierPoint) -> tuple[float, float, float]:
-    return point.accuracy, point.low, point.high
+    return point.quality, point.low, point.high
 
 
 def _show_share(axes: Axes, full: float) -> None:
@@ -132,8 +127,3 @@ def _show_share(axes: Axes, full: float) -> None:
     top.set_xlabel(f"% of the full mixture ({short_count(round(full * 1e6))} macs)", color=GREY, size=9)
     top.tick_params(colors=GREY, labelsize=8)
     top.spines["top"].set_visible(False)
-
-
-def _letter(point: FrontierPoint) -> str:
-    """The cutting rule in the name; nothing cut belongs to all of them."""
-    return "" if point.cuts == 0 else point.point.lstrip("e0123456789")[:1]

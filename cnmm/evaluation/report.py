@@ -5,19 +5,19 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import draw_lattice, picture
 from cnmm.evaluation.plot import plot_frontier
-from cnmm.frontier import FrontierPoint
+from cnmm.frontier import Frontier, FrontierPoint, metric_words
+from cnmm.mixture import Mixture
 from cnmm.prune import named_point
-from cnmm.run import Run
-from cnmm.runtime import latency
 
 NUM_EXAMPLES = 12
 SHARES = (1.0, 0.5, 0.25)
@@ -36,83 +36,93 @@ figcaption { color: #6b7782; font-size: .9rem; }
 """
 
 
-def report(run: Run, *, on_problem: Callable[[str], None] = lambda words: None) -> str:
-    """The page. Without images at hand it has no examples, and `on_problem` is told why."""
-    frontier = run.frontier
-    shown = shown_points(run)
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """Some images, and what the shown points say of them."""
+
+    images: npt.NDArray[np.uint8]
+    """[N, H, W, C]."""
+    labels: Sequence[int]
+    classes: Sequence[str]
+    answers: Mapping[str, Sequence[tuple[int, float]]]
+    """By point: the class of each image and its probability."""
+
+
+def report_page(
+    model: Mixture, frontier: Frontier, *, data: str, latency: Mapping[str, float], examples: Examples | None = None
+) -> str:
+    """The page. `data`: what the images are called; `latency`: p95 milliseconds by point on this machine."""
+    shown = shown_points(frontier)
     first = frontier.points[0]
     about = f"{len(frontier.points)} operating points measured on {first.n:,} {first.split} images, "
     about += f"{first.statistics} statistics. One set of weights; no retraining between points."
-    times = _latency(run)
-    figure = _image(picture(plot_frontier(frontier, times), ".svg"), "svg+xml", "Accuracy against cost")
+    quality = metric_words(frontier.metric).capitalize()
     parts = [
         f"<h1>{_text(frontier.model)}</h1>",
-        f'<p class="about">{_text(run.about.get("data", {}).get("name", "no data named"))}. {_text(about)}</p>',
-        "<h2>Accuracy against cost</h2>",
-        figure,
+        f'<p class="about">{_text(data)}. {_text(about)}</p>',
+        f"<h2>{_text(quality)} against cost</h2>",
+        _image(picture(plot_frontier(frontier, latency), ".svg"), "svg+xml", f"{quality} against cost"),
         "<h2>The best point for every budget</h2>",
-        _table(*_envelope_rows(run, times)),
+        _table(*_envelope_rows(frontier, latency)),
         "<h2>Exits, nothing cut</h2>",
-        _table(*_exit_rows(run)),
-        *_cascade(run),
+        _table(*_exit_rows(model, frontier)),
+        *_cascade(frontier),
         "<h2>What runs at which budget</h2>",
-        "<p>An edge is as thick as many networks of the mixture use it; what is pale is not computed.</p>",
-        _drawings(run, shown),
+        "<p>Edge width shows how many networks of the mixture use the edge; what is pale is not computed.</p>",
+        _drawings(model, frontier, shown),
+        *([_examples(examples, shown)] if examples else []),
     ]
-    try:
-        parts.append(_examples(run, shown))
-    except (OSError, ValueError) as error:
-        on_problem(f"no examples in the report: {' '.join(str(error).split())}")
     title = _text(f"{frontier.model}: any budget from one model")
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
-def shown_points(run: Run) -> list[FrontierPoint]:
+def shown_points(frontier: Frontier) -> list[FrontierPoint]:
     """The best points at a few budgets, dearest first."""
-    frontier = run.frontier
     found = [frontier.points[0]]
     for share in SHARES:
         fitting = [point for point in frontier.points if point.macs <= share * frontier.full_macs]
-        found += [max(fitting, key=lambda point: (point.accuracy, -point.macs))] if fitting else []
-    return sorted({point.point: point for point in found}.values(), key=lambda point: -point.macs)
+        found += [max(fitting, key=lambda point: (point.quality, -point.macs))] if fitting else []
+    return sorted({point.name: point for point in found}.values(), key=lambda point: -point.macs)
 
 
-def _latency(run: Run) -> dict[str, float]:
-    try:
-        return latency.p95(run.folder)
-    except ValueError:
-        return {}
-
-
-def _envelope_rows(run: Run, times: dict[str, float]) -> tuple[list[str], list[list[str]]]:
-    envelope = run.frontier.envelope()
-    tested = any(point.test_accuracy is not None for point in envelope)
-    columns = ["point", "macs", "of full", "params", "accuracy %", "95 % interval", "raw statistics %"]
+def _envelope_rows(frontier: Frontier, times: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
+    envelope = frontier.envelope()
+    tested = any(point.test_quality is not None for point in envelope)
+    columns = [
+        "point",
+        "macs",
+        "of full",
+        "params",
+        f"{metric_words(frontier.metric)} %",
+        "95 % interval",
+        "raw statistics %",
+    ]
     columns += (["test %"] if tested else []) + (["p95 ms here"] if times else [])
     rows = []
     for point in envelope:
-        row = [point.point, short_count(point.macs), f"{point.macs / run.frontier.full_macs:.1%}"]
-        row += [short_count(point.params), _percent(point.accuracy), f"{_percent(point.low)} to {_percent(point.high)}"]
-        row += [_percent(point.raw_accuracy)] + ([_percent(point.test_accuracy)] if tested else [])
-        rows.append(row + ([f"{times[point.point]:.2f}" if point.point in times else ""] if times else []))
+        row = [point.name, short_count(point.macs), f"{point.macs / frontier.full_macs:.1%}"]
+        row += [short_count(point.params), _percent(point.quality), f"{_percent(point.low)} to {_percent(point.high)}"]
+        row += [_percent(point.raw_quality)] + ([_percent(point.test_quality)] if tested else [])
+        rows.append(row + ([f"{times[point.name]:.2f}" if point.name in times else ""] if times else []))
     return columns, rows
 
 
-def _exit_rows(run: Run) -> tuple[list[str], list[list[str]]]:
-    costs, measured = CostTable.of(run.model.config), {point.point: point for point in run.frontier.points}
+def _exit_rows(model: Mixture, frontier: Frontier) -> tuple[list[str], list[list[str]]]:
+    costs = CostTable.of(model.config)
+    whole = {point.exit: point for point in frontier.points if point.cuts == 0}
     rows = []
-    for exit in run.model.config.exit_numbers:
+    for exit in model.config.exit_numbers:
         cost = costs.exit(exit)
-        found = next((measured[name] for name in (f"e{exit}c0", f"e{exit}m0") if name in measured), None)
-        networks = f"{run.model.chain.count(exit):,}" if run.model.config.mixing == "gates" else "1"
-        accuracy = _percent(found.accuracy) if found else "not measured"
-        rows.append([str(exit), networks, short_count(cost.macs), short_count(cost.params), accuracy])
-    return ["exit", "networks", "macs", "params", "accuracy %"], rows
+        found = whole.get(exit)
+        networks = f"{model.chain.count(exit):,}" if model.config.mixing == "gates" else "1"
+        quality = _percent(found.quality) if found else "not measured"
+        rows.append([str(exit), networks, short_count(cost.macs), short_count(cost.params), quality])
+    return ["exit", "networks", "macs", "params", f"{metric_words(frontier.metric)} %"], rows
 
 
-def _cascade(run: Run) -> Iterable[str]:
-    cascade = run.frontier.cascade
+def _cascade(frontier: Frontier) -> Iterable[str]:
+    cascade = frontier.cascade
     if cascade is None:
         return
     yield "<h2>Early exit</h2>"
@@ -125,48 +135,40 @@ def _cascade(run: Run) -> Iterable[str]:
     columns = [
         "average macs",
         "of full",
-        "accuracy %",
+        f"{metric_words(frontier.metric)} %",
         *(f"leave at exit {exit}" for exit in cascade.exits),
     ]
     body = []
     for row in rows:
-        share = f"{row.average_macs / run.frontier.full_macs:.1%}"
-        cells = [short_count(round(row.average_macs)), share, _percent(row.accuracy)]
+        share = f"{row.average_macs / frontier.full_macs:.1%}"
+        cells = [short_count(round(row.average_macs)), share, _percent(row.quality)]
         asked = [*(f" from {value:.3f} on" for value in row.confidence), ""]
         body.append([*cells, *(f"{part:.0%}{words}" for part, words in zip(row.exits, asked, strict=True))])
     yield _table(columns, body)
 
 
-def _drawings(run: Run, shown: Sequence[FrontierPoint]) -> str:
+def _drawings(model: Mixture, frontier: Frontier, shown: Sequence[FrontierPoint]) -> str:
     figures = []
     for point in shown:
-        drawing = picture(draw_lattice(run.model, named_point(run.model, point.point)), ".svg")
-        words = f"{point.point}: {short_count(point.macs)} macs ({point.macs / run.frontier.full_macs:.0%}), "
-        words += f"{_percent(point.accuracy)} %"
+        drawing = picture(draw_lattice(model, named_point(model, point.name)), ".svg")
+        words = f"{point.name}: {short_count(point.macs)} macs ({point.macs / frontier.full_macs:.0%}), "
+        words += f"{_percent(point.quality)} %"
         image = _image(drawing, "svg+xml", words)
         figures.append(f"<figure>{image}<figcaption>{_text(words)}</figcaption></figure>")
     return f'<div class="drawings">{"".join(figures)}</div>'
 
 
-@torch.no_grad()
-def _examples(run: Run, shown: Sequence[FrontierPoint]) -> str:
+def _examples(examples: Examples, shown: Sequence[FrontierPoint]) -> str:
     """Some held-out images, and what each budget says of them."""
-    images, labels = run.held_out(NUM_EXAMPLES)
-    classes = run.preprocessing.classes
-    x = run.images.prepare(torch.from_numpy(images).permute(0, 3, 1, 2)).float()
-    answers = []
-    for point in shown:
-        operating = named_point(run.model, point.point)
-        answers.append(run.settled(operating)(x, operating).softmax(1).max(1))
-    rows = []
-    for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+    classes, rows = examples.classes, []
+    for number, (image, label) in enumerate(zip(examples.images, examples.labels, strict=True)):
         cells = [f'<td><img class="example" src="{_png(image)}" alt=""></td><td>{_text(classes[label])}</td>']
-        for found in answers:
-            guess, p = int(found.indices[number]), float(found.values[number])
+        for point in shown:
+            guess, p = examples.answers[point.name][number]
             kind = "right" if guess == label else "wrong"
             cells.append(f'<td class="{kind}">{_text(classes[guess])} {p:.2f}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    heads = "".join(f"<th>{_text(point.point)}, {short_count(point.macs)}</th>" for point in shown)
+    heads = "".join(f"<th>{_text(point.name)}, {short_count(point.macs)}</th>" for point in shown)
     table = f"<table><tr><th>image</th><th>label</th>{heads}</tr>{''.join(rows)}</table>"
     return f"<h2>Examples</h2><p>Held-out images at each of these budgets.</p>{table}"
 

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from cnmm._errors import UserError
 from cnmm.cost import CostTable
-from cnmm.lattice import Edge, OperatingPoint
-from cnmm.prune import Mixable, Rule, cutting_order
+from cnmm.lattice import Edge, OperatingPoint, Rule
+from cnmm.prune import Mixable, cutting_order
 
 COARSE = 0.1
 """Macs between the first points of a curve, as a share of the full mixture's."""
@@ -77,32 +77,32 @@ def _nearest(curve: Sequence[Candidate], macs: float) -> Candidate:
     return min(curve, key=lambda candidate: abs(candidate.macs - macs))
 
 
-def next_points(curves: Sequence[Curve], accuracy: Mapping[str, float], num: int) -> list[OperatingPoint]:
+def next_points(curves: Sequence[Curve], quality: Mapping[str, float], num: int) -> list[OperatingPoint]:
     """The middle of every stretch between two measured points of a curve where a better point could hide.
 
     A point is hardly better than both neighbours on its curve; by how much it may be, the points measured so far tell.
     So a stretch is left alone if cheaper points beat both of its ends by more. At most `num`, the most promising.
     """
     macs = {candidate.point.name: candidate.macs for curve in curves for candidate in curve}
-    known = [(macs[name], value) for name, value in accuracy.items() if name in macs]
-    slack = max([MATTERS, *(bump for curve in curves for bump in _bumps(curve, accuracy))])
+    known = [(macs[name], value) for name, value in quality.items() if name in macs]
+    slack = max([MATTERS, *(bump for curve in curves for bump in _bumps(curve, quality))])
     promise: dict[str, tuple[float, OperatingPoint]] = {}
     for curve in curves:
-        marks = [index for index, candidate in enumerate(curve) if candidate.point.name in accuracy]
+        marks = [index for index, candidate in enumerate(curve) if candidate.point.name in quality]
         for left, right in itertools.pairwise(marks):
             if right - left < 2:
                 continue
             middle = _nearest(curve[left + 1 : right], (curve[left].macs + curve[right].macs) / 2)
             level = max(value for cost, value in known if cost <= middle.macs)
-            gain = max(accuracy[curve[end].point.name] for end in (left, right)) - level
+            gain = max(quality[curve[end].point.name] for end in (left, right)) - level
             if gain > -slack:
                 promise[middle.point.name] = gain, middle.point
     best = sorted(promise.values(), key=lambda item: (-item[0], item[1].name))
     return [point for _, point in best[: max(num, 0)]]
 
 
-def _bumps(curve: Curve, accuracy: Mapping[str, float]) -> Iterator[float]:
+def _bumps(curve: Curve, quality: Mapping[str, float]) -> Iterator[float]:
     """By how much measured points are better than both neighbours on their curve."""
-    values = [accuracy[candidate.point.name] for candidate in curve if candidate.point.name in accuracy]
+    values = [quality[candidate.point.name] for candidate in curve if candidate.point.name in quality]
     for left, middle, right in zip(values, values[1:], values[2:], strict=False):
         yield middle - max(left, right)

@@ -16,6 +16,7 @@ from torch import Tensor
 from cnmm._errors import UserError
 from cnmm._files import read_tensors, to_bytes, write_atomically
 from cnmm.blocks import Statistics
+from cnmm.frontier import RAW, Frontier
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 
@@ -49,6 +50,15 @@ def with_statistics(model: Mixture, buffers: Mapping[str, Tensor]) -> Mixture:
             raise UserError(f"statistics {name!r} of shape {tuple(tensor.shape)} do not belong to this model")
         own[name].copy_(tensor)
     return result
+
+
+def settled(model: Mixture, frontier: Frontier, name: str) -> Mixture:
+    """The mixture with the statistics that a frontier measured a point with (or its cascade, by the point's name)."""
+    if frontier.points[0].statistics == RAW:
+        return with_statistics(model, {})
+    if name not in frontier.buffers:
+        raise UserError(f"the statistics of {name} are not stored with the frontier; measure again: cnmm frontier RUN")
+    return with_statistics(model, frontier.buffers[name])
 
 
 def save_statistics(folder: str | Path, buffers: Mapping[str, Mapping[str, Tensor]]) -> None:

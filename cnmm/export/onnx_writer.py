@@ -8,36 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cnmm.export.graph import IMAGE, Graph, Step
+from cnmm.config import Preprocessing
+from cnmm.export.graph import Graph, Step
+from cnmm.ladder import IMAGE, PROBABILITIES
 
 Array = npt.NDArray[Any]
 OPSET = 18
 IR_VERSION = 10
-PROBABILITIES = "probabilities"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preprocessing:
-    """What stands between an image file and the network; it travels with the weights."""
-
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    """Mean and deviation of each channel, in units of 255: between 0 and 1."""
-    size: tuple[int, int]
-    """Height and width."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As ladder.json has it."""
-        height, width = self.size
-        channels = len(self.mean)
-        return {"height": height, "width": width, "channels": channels, "mean": self.mean, "std": self.std}
 
 
 def onnx_model(graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, **metadata: object) -> Any:

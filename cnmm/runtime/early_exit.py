@@ -11,62 +11,55 @@ import numpy as np
 import numpy.typing as npt
 
 from cnmm._errors import UserError
-from cnmm.budget import Budget, parse_budget
-from cnmm.ladder import StagedCascade
+from cnmm.cascade import Cascade
 from cnmm.runtime.engines import Chain, Floats, Images
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedCascade:
+class CascadeRunner:
     """A cascade that is ready to run."""
 
-    cascade: StagedCascade
+    cascade: Cascade
     chain: Chain
     p95_ms: tuple[float, ...]
     """Time of each stage, one image."""
 
+    def leave_early(
+        self, images: Images, confidence: Sequence[float], probabilities: Floats, exits: npt.NDArray[np.int64]
+    ) -> int:
+        """Runs the stages; who has the confidence that an exit asks for leaves, and the rest of the batch closes ranks.
 
-def leave_early(
-    loaded: LoadedCascade,
-    images: Images,
-    confidence: Sequence[float],
-    probabilities: Floats,
-    exits: npt.NDArray[np.int64],
-) -> int:
-    """Runs the stages; who has the confidence that an exit asks for leaves, and the rest of the batch closes ranks.
+        Fills in `probabilities` and `exits`, and returns the macs that were spent on all images.
+        """
+        cascade, last = self.cascade, self.cascade.exits[-1]
+        rows = np.arange(len(images))
+        spent = 0
+        with closing(self.chain.walk(images)) as walk:
+            answers = next(walk)
+            for exit, macs, needed in zip(cascade.exits, cascade.macs, (*confidence, 0.0), strict=True):
+                spent += macs * len(rows)
+                gone = answers.max(axis=1) >= needed
+                if exit == last or gone.all():
+                    probabilities[rows], exits[rows] = answers, exit
+                    break
+                keep = None
+                if gone.any():
+                    probabilities[rows[gone]], exits[rows[gone]] = answers[gone], exit
+                    keep = np.flatnonzero(~gone)
+                    rows = rows[keep]
+                answers = walk.send(keep)
+        return spent
 
-    Fills in `probabilities` and `exits`, and returns the macs that were spent on all images.
-    """
-    stages = loaded.cascade.stages
-    rows = np.arange(len(images))
-    spent = 0
-    with closing(loaded.chain.walk(images)) as walk:
-        answers = next(walk)
-        for stage, needed in zip(stages, (*confidence, 0.0), strict=True):
-            spent += stage.macs * len(rows)
-            gone = answers.max(axis=1) >= needed
-            if stage is stages[-1] or gone.all():
-                probabilities[rows], exits[rows] = answers, stage.exit
-                break
-            keep = None
-            if gone.any():
-                probabilities[rows[gone]], exits[rows[gone]] = answers[gone], stage.exit
-                keep = np.flatnonzero(~gone)
-                rows = rows[keep]
-            answers = walk.send(keep)
-    return spent
+    def keep_deadline(self, image: Images, end: float) -> tuple[Floats, int]:
+        """Runs stages that should each end before `end` (of perf_counter): the last answer, and how many ran.
 
-
-def keep_deadline(loaded: LoadedCascade, image: Images, end: float) -> tuple[Floats, int]:
-    """Runs stages of which each is expected to end before `end` (of perf_counter): the last answer, and how many ran.
-
-    The first stage always runs.
-    """
-    with closing(loaded.chain.walk(image)) as walk:
-        answers, done = next(walk), 1
-        while done < len(loaded.p95_ms) and time.perf_counter() + loaded.p95_ms[done] / 1e3 <= end:
-            answers, done = walk.send(None), done + 1
-    return answers, done
+        The first stage always runs.
+        """
+        with closing(self.chain.walk(image)) as walk:
+            answers, done = next(walk), 1
+            while done < len(self.p95_ms) and time.perf_counter() + self.p95_ms[done] / 1e3 <= end:
+                answers, done = walk.send(None), done + 1
+        return answers, done
 
 
 def time_stages(chain: Chain, image: Images, num_stages: int, *, warmup: int = 5, repeats: int) -> list[list[float]]:
@@ -84,7 +77,7 @@ def time_stages(chain: Chain, image: Images, num_stages: int, *, warmup: int = 5
 def check_confidence(confidence: float) -> float:
     """A confidence is a probability."""
     if not 0 <= confidence <= 1:
-        raise UserError(f"confidence={confidence}: a probability between 0 and 1 is needed")
+        raise UserError(f"confidence={confidence}: must be a probability between 0 and 1")
     return confidence
 
 
@@ -92,11 +85,3 @@ def check_deadline(deadline_ms: float, first_ms: float) -> None:
     """Refuses what not even the first exit can keep."""
     if not deadline_ms >= first_ms:
         raise UserError(f"deadline_ms={deadline_ms}: the first exit alone takes {first_ms:.3g} ms here (p95)")
-
-
-def confidence_for(cascade: StagedCascade, average_macs: str | float | Budget, full_macs: int) -> tuple[float, ...]:
-    """The confidence of each early exit for an average budget in macs or in percent of the full mixture's."""
-    wanted = parse_budget(average_macs)
-    if wanted.kind not in ("macs", "percent"):
-        raise UserError(f"average_macs={wanted.text!r}: macs such as 30M, or a share such as 40%, are needed")
-    return cascade.confidence(wanted.value if wanted.kind == "macs" else wanted.value * full_macs / 100)

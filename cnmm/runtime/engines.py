@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnmm._errors import UserError
-from cnmm.ladder import IMAGE, PROBABILITIES, Stage
+from cnmm.ladder import IMAGE, PROBABILITIES, NetworkFile
 from cnmm.runtime.latency import PACKAGES, RUNTIMES
 from cnmm.runtime.nchwc import without_conversions
 
@@ -47,7 +47,7 @@ class Runtime(Protocol):
     def chunk(self) -> int:
         """Most images of one walk."""
 
-    def chain(self, stages: Sequence[Stage]) -> Chain:
+    def chain(self, stages: Sequence[NetworkFile]) -> Chain:
         """Loads, compiles and warms up."""
 
 
@@ -76,7 +76,7 @@ def _import(name: str) -> Any:
 
 
 @contextmanager
-def _refusing(stage: Stage, runtime: str) -> Iterator[None]:
+def _refusing(stage: NetworkFile, runtime: str) -> Iterator[None]:
     """Whatever a runtime raises becomes one line that names the file."""
     try:
         yield
@@ -119,7 +119,7 @@ class OnnxRuntime:
         self._threads = threads
         _share_arena(self._ort)
 
-    def chain(self, stages: Sequence[Stage]) -> Chain:
+    def chain(self, stages: Sequence[NetworkFile]) -> Chain:
         sessions = [self._session(stage, self._options()) for stage in stages]
         chain = _OnnxChain(stages, sessions, self._image_shape)
         if len(stages) > 1:
@@ -129,12 +129,12 @@ class OnnxRuntime:
             pass
         return chain
 
-    def _without_conversions(self, stages: Sequence[Stage], chain: _OnnxChain) -> _OnnxChain:
+    def _without_conversions(self, stages: Sequence[NetworkFile], chain: _OnnxChain) -> _OnnxChain:
         """The same chain, whose stages hand over maps in onnxruntime's own layout."""
         optimised = []
         with tempfile.TemporaryDirectory() as folder:
-            for stage in stages:
-                file = Path(folder) / f"{stage.exit}.onnx"
+            for number, stage in enumerate(stages):
+                file = Path(folder) / f"{number}.onnx"
                 self._session(stage, self._options(file))
                 optimised.append(file.read_bytes())
         final = self._options()
@@ -158,7 +158,7 @@ class OnnxRuntime:
             options.optimized_model_filepath = str(optimised)
         return options
 
-    def _session(self, stage: Stage, options: Any) -> Any:
+    def _session(self, stage: NetworkFile, options: Any) -> Any:
         data = stage.read()
         with _refusing(stage, "onnxruntime"):
             session = self._ort.InferenceSession(data, options, providers=PROVIDERS, enable_fallback=0)
@@ -167,7 +167,9 @@ class OnnxRuntime:
 
 
 class _OnnxChain:
-    def __init__(self, stages: Sequence[Stage], sessions: Sequence[Any], image_shape: tuple[int, int, int]) -> None:
+    def __init__(
+        self, stages: Sequence[NetworkFile], sessions: Sequence[Any], image_shape: tuple[int, int, int]
+    ) -> None:
         self._stages = tuple(zip(stages, sessions, strict=True))
         self._carried = tuple(_carried(stages, number) for number in range(1, len(stages) + 1))
         self._lane_is_free = threading.Lock()
@@ -213,7 +215,7 @@ class _OnnxChain:
             tensors = {name: tensors[name] if keep is None else tensors[name][keep] for name in carried}
 
 
-def _carried(stages: Sequence[Stage], done: int) -> tuple[str, ...]:
+def _carried(stages: Sequence[NetworkFile], done: int) -> tuple[str, ...]:
     """Tensors that the first `done` stages made and later ones read."""
     made = {IMAGE, *(name for stage in stages[:done] for name in stage.outputs)}
     return tuple(sorted(made & {name for stage in stages[done:] for name in stage.inputs}))
@@ -250,7 +252,7 @@ class OpenVino:
             "ENABLE_CPU_PINNING": False,  # or all networks and processes would queue for the same cores
         }
 
-    def chain(self, stages: Sequence[Stage]) -> Chain:
+    def chain(self, stages: Sequence[NetworkFile]) -> Chain:
         tensors: dict[str, Any] = {}
         requests = []
         for stage in stages:
@@ -333,7 +335,7 @@ def _names(ports: Sequence[Any], wanted: Sequence[str]) -> list[str]:
     return [next((name for name in wanted if name in port.names), port.any_name) for port in ports]
 
 
-def _check_names(stage: Stage, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def _check_names(stage: NetworkFile, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     if set(inputs) != set(stage.inputs) or set(outputs) != set(stage.outputs):
         found, wanted = f"{sorted(inputs)} -> {sorted(outputs)}", f"{sorted(stage.inputs)} -> {sorted(stage.outputs)}"
         raise UserError(f"{stage.path}: its tensors are {found}; {wanted} is needed")

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from cnmm._errors import UserError
 from cnmm._files import FORMAT_VERSION, write_json
 from cnmm._machine import Machine, machine
+from cnmm.ladder import is_ladder, read_ladder
 
 LATENCY_FILE = "latency.json"
 RuntimeName = Literal["onnx", "openvino"]
@@ -74,6 +75,13 @@ def runtime_version(runtime: str) -> str | None:
         return importlib.metadata.version(PACKAGES[runtime])
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def check_runtime(name: str) -> None:
+    """Refuses a runtime that is not installed."""
+    if runtime_version(name) is None:
+        fix = 'pip install "cnmm[openvino]"' if name == "openvino" else "pip install onnxruntime"
+        raise UserError(f"runtime {name!r} is not installed; install it with: {fix}")
 
 
 def time_calls(
@@ -159,6 +167,17 @@ def p95(
         raise UserError(f"{folder}: its latency was measured with {old}, which is not installed here; {fix}")
     fastest = min(current, key=lambda entry: entry.total_ms)
     return {timing.point: timing.p95_ms for timing in fastest.points}
+
+
+def measured_p95(folder: str | Path, *, needed: bool = False) -> dict[str, float]:
+    """p95 of a run folder or a ladder folder, as it is; if it is not `needed`, nothing has to be measured."""
+    try:
+        precision = read_ladder(folder).precision if is_ladder(folder) else "float32"
+        return p95(folder, precision=precision)
+    except UserError:
+        if needed:
+            raise
+        return {}
 
 
 def _read_measurement(entry: dict[str, Any]) -> Measurement:

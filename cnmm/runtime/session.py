@@ -11,13 +11,12 @@ threads may ask for different budgets at once. Macs are per image; times are in 
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,25 +24,13 @@ import numpy.typing as npt
 from cnmm._errors import UserError
 from cnmm._machine import usable_cores
 from cnmm.budget import Budget, parse_budget
-from cnmm.frontier import Frontier, FrontierPoint
-from cnmm.ladder import Ladder, Stage, StagedCascade, is_ladder, read_ladder
-from cnmm.run_folder import is_run
-from cnmm.runtime import latency
-from cnmm.runtime.early_exit import (
-    LoadedCascade,
-    check_confidence,
-    check_deadline,
-    confidence_for,
-    keep_deadline,
-    leave_early,
-    time_stages,
-)
-from cnmm.runtime.engines import Chain, Floats, Images, open_runtime
-from cnmm.runtime.latency import RuntimeName
-from cnmm.zoo import require_torch
-
-if TYPE_CHECKING:
-    from cnmm.runtime.inputs import OneImage
+from cnmm.cascade import Cascade
+from cnmm.frontier import FrontierPoint
+from cnmm.ladder import Ladder, NetworkFile, read_ladder
+from cnmm.runtime.early_exit import CascadeRunner, check_confidence, check_deadline, time_stages
+from cnmm.runtime.engines import Chain, Floats, Images, Walk, open_runtime
+from cnmm.runtime.inputs import OneImage, to_batch
+from cnmm.runtime.latency import RuntimeName, p95, percentile
 
 STAGE_REPEATS = 30
 """Timed runs of every stage when a session starts; deadlines go by their 95th percentile."""
@@ -77,10 +64,11 @@ class Prediction:
 
 
 class Session:
-    """Runs a ladder folder (or, where torch is installed, a run folder) with onnxruntime or OpenVINO.
+    """Runs a ladder folder with onnxruntime or OpenVINO; `Run.session()` makes one of a trained run.
 
     `threads`: all usable cores unless told. `precision`: bfloat16 needs OpenVINO and a CPU that has it. `points`: names
     of those to load, all unless told. `cascade`: load the stages for early exits and deadlines, if the ladder has any.
+    `latency`: the folder whose measured latency budgets in ms go by, the ladder's own unless told.
     """
 
     def __init__(
@@ -92,57 +80,46 @@ class Session:
         precision: str = "float32",
         points: Sequence[str] | None = None,
         cascade: bool = True,
+        latency: str | Path | None = None,
     ) -> None:
-        self.folder = Path(folder)
+        ladder = read_ladder(folder)
+        self.folder = Path(latency or folder)
         self.runtime = runtime
         self.threads = usable_cores() if threads is None else threads
-        with ladder_folder(folder) as place:
-            ladder = read_ladder(place)
-            self.precision = _named_precision(ladder, precision)
-            self._load(ladder, precision, points, cascade)
-        self._classes, self._input_size, self._channels = ladder.classes, ladder.input_size, ladder.channels
+        self.precision = _named_precision(ladder, precision)
+        self.preprocessing = ladder.preprocessing
+        self._load(ladder, precision, points, cascade)
         self._p95_ms, self._no_p95 = self._measured_p95()
 
     def _load(self, ladder: Ladder, precision: str, names: Sequence[str] | None, cascade: bool) -> None:
-        frontier = ladder.frontier
-        known = {point.point: point for point in frontier.points}
+        frontier, shape = ladder.frontier, ladder.preprocessing.image_shape
         for name in names or ():
-            if name not in known:
-                raise UserError(f"point {name!r}: the ladder has {', '.join(known)}")
-        shape = (*ladder.input_size, ladder.channels)
+            frontier[name]  # refuses names that it does not have
         runtime = open_runtime(self.runtime, threads=self.threads, precision=precision, image_shape=shape)
         self._full_macs = frontier.full_macs
-        self._chunk = runtime.chunk
-        self._points = {name: known[name] for name in known if names is None or name in names}
-        self._frontier = (
-            Frontier(model=frontier.model, full_macs=frontier.full_macs, points=tuple(self._points.values()))
-            if self._points
-            else None
-        )
+        self.chunk = runtime.chunk
+        self._points = {point.name: point for point in frontier.points if names is None or point.name in names}
+        self._frontier = replace(frontier, points=tuple(self._points.values()), cascade=None) if self._points else None
         self._chains: dict[str, Chain] = {}
         for name in self._points:
             self._chains[name] = _checked_chain(runtime.chain([ladder.networks[name]]), ladder, [ladder.networks[name]])
-        self._cascade: LoadedCascade | None = None
+        self._runner: CascadeRunner | None = None
         if cascade and ladder.cascade:
-            stages = ladder.cascade.stages
-            chain = _checked_chain(runtime.chain(stages), ladder, stages)
-            image = np.zeros((1, *shape), np.uint8)
-            times = time_stages(chain, image, len(stages), repeats=STAGE_REPEATS)
-            p95_ms = tuple(latency.percentile(each, 95) for each in times)
-            self._cascade = LoadedCascade(cascade=ladder.cascade, chain=chain, p95_ms=p95_ms)
+            chain = _checked_chain(runtime.chain(ladder.stages), ladder, ladder.stages)
+            times = time_stages(chain, np.zeros((1, *shape), np.uint8), len(ladder.stages), repeats=STAGE_REPEATS)
+            p95_ms = tuple(percentile(stage, 95) for stage in times)
+            self._runner = CascadeRunner(cascade=ladder.cascade, chain=chain, p95_ms=p95_ms)
 
     def _measured_p95(self) -> tuple[Mapping[str, float], str]:
         try:
-            found = latency.p95(
-                self.folder, runtime=self.runtime, precision=self.precision, threads=self.threads, batch=1
-            )
+            found = p95(self.folder, runtime=self.runtime, precision=self.precision, threads=self.threads, batch=1)
             return found, ""
         except ValueError as error:
             return {}, str(error)
 
     def close(self) -> None:
         """Gives the networks back; afterwards the session answers nothing."""
-        self._chains, self._cascade = {}, None
+        self._chains, self._runner = {}, None
         self._points, self._frontier = {}, None
 
     def __enter__(self) -> Self:
@@ -159,32 +136,40 @@ class Session:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the probabilities."""
-        return self._classes
+        return self.preprocessing.classes
 
     @property
     def input_size(self) -> tuple[int, int]:
         """Height and width of the images."""
-        return self._input_size
+        return self.preprocessing.size
 
     @property
     def channels(self) -> int:
         """Channels of the images: 3 for colours, 1 for grey."""
-        return self._channels
+        return self.preprocessing.channels
 
     @property
-    def cascade(self) -> StagedCascade | None:
-        """The stages for early exits, if they are loaded."""
-        return self._cascade.cascade if self._cascade else None
+    def cascade(self) -> Cascade | None:
+        """Exits, macs and thresholds of the stages for early exits, if they are runner."""
+        return self._runner.cascade if self._runner else None
 
     @property
     def stage_p95_ms(self) -> tuple[float, ...]:
         """How long each stage took at the start, one image, 95th percentile; empty without a cascade."""
-        return self._cascade.p95_ms if self._cascade else ()
+        return self._runner.p95_ms if self._runner else ()
+
+    def walk(self, images: Images) -> Walk:
+        """The cascade stage by stage, for callers that decide themselves what goes on: at most `chunk` images.
+
+        Yields the probabilities [n, classes] of each stage; is sent the rows that go on, or None for all of them. Close
+        the generator to stop early.
+        """
+        return self._loaded_runner().chain.walk(self._batch(images))
 
     def time_stages(self, image: Images, *, repeats: int) -> list[list[float]]:
         """Times of each stage of the cascade on one image: [stages][repeats]."""
-        loaded = self._loaded_cascade()
-        return time_stages(loaded.chain, self._batch(image)[:1], len(loaded.p95_ms), repeats=repeats)
+        runner = self._loaded_runner()
+        return time_stages(runner.chain, self._batch(image)[:1], len(runner.p95_ms), repeats=repeats)
 
     def choose(self, budget: str | float | Budget) -> FrontierPoint:
         """The best loaded point within a budget: `60M`, `25ms`, `40%`, `acc:0.92`."""
@@ -223,43 +208,43 @@ class Session:
             needed = self._needed_confidence(confidence, average_macs)
             return self._leave_early(self._batch(images), needed, start)
         if deadline_ms is not None:
-            cascade = self._loaded_cascade()
-            check_deadline(deadline_ms, cascade.p95_ms[0])
-            return self._keep_deadline(cascade, self._batch(images), deadline_ms, start)
+            runner = self._loaded_runner()
+            check_deadline(deadline_ms, runner.p95_ms[0])
+            return self._keep_deadline(runner, self._batch(images), deadline_ms, start)
         chosen = self._named(point) if point is not None else self._best(budget)
         return self._run(chosen, self._batch(images), start)
 
     def _run(self, point: FrontierPoint, batch: Images, start: float) -> Prediction:
-        chain = self._chains[point.point]
-        parts = [_first(chain, batch[first : first + self._chunk]) for first in range(0, len(batch), self._chunk)]
+        chain = self._chains[point.name]
+        parts = [_first(chain, batch[first : first + self.chunk]) for first in range(0, len(batch), self.chunk)]
         probabilities = parts[0] if len(parts) == 1 else np.concatenate(parts)
         exits = np.full(len(batch), point.exit, np.int64)
-        return self._answer(probabilities, exits, point.point, point.macs, start)
+        return self._answer(probabilities, exits, point.name, point.macs, start)
 
     def _leave_early(self, batch: Images, confidence: Sequence[float], start: float) -> Prediction:
-        loaded = self._loaded_cascade()
-        probabilities = np.empty((len(batch), len(self._classes)), np.float32)
+        runner = self._loaded_runner()
+        probabilities = np.empty((len(batch), len(self.classes)), np.float32)
         exits = np.empty(len(batch), np.int64)
         spent = 0
-        for first in range(0, len(batch), self._chunk):
-            part = slice(first, first + self._chunk)
-            spent += leave_early(loaded, batch[part], confidence, probabilities[part], exits[part])
-        return self._answer(probabilities, exits, loaded.cascade.point, spent / len(batch), start)
+        for first in range(0, len(batch), self.chunk):
+            part = slice(first, first + self.chunk)
+            spent += runner.leave_early(batch[part], confidence, probabilities[part], exits[part])
+        return self._answer(probabilities, exits, runner.cascade.point, spent / len(batch), start)
 
-    def _keep_deadline(self, loaded: LoadedCascade, batch: Images, deadline_ms: float, start: float) -> Prediction:
+    def _keep_deadline(self, runner: CascadeRunner, batch: Images, deadline_ms: float, start: float) -> Prediction:
         if len(batch) != 1:
             raise UserError(f"deadline_ms={deadline_ms}: it is for one image, and there are {len(batch)}")
-        probabilities, done = keep_deadline(loaded, batch, start + deadline_ms / 1e3)
-        macs = sum(stage.macs for stage in loaded.cascade.stages[:done])
-        exits = np.array([loaded.cascade.stages[done - 1].exit], np.int64)
-        return self._answer(probabilities, exits, loaded.cascade.point, macs, start)
+        probabilities, done = runner.keep_deadline(batch, start + deadline_ms / 1e3)
+        macs = sum(runner.cascade.macs[:done])
+        exits = np.array([runner.cascade.exits[done - 1]], np.int64)
+        return self._answer(probabilities, exits, runner.cascade.point, macs, start)
 
     def _answer(
         self, probabilities: Floats, exits: npt.NDArray[np.int64], point: str, macs: float, start: float
     ) -> Prediction:
         return Prediction(
             probabilities=probabilities,
-            classes=self._classes,
+            classes=self.classes,
             point=point,
             macs=float(macs),
             exits=exits,
@@ -278,27 +263,63 @@ class Session:
             raise UserError(f"{self.folder}: no point is loaded in this session")
         return self._frontier.envelope()[-1]
 
-    def _loaded_cascade(self) -> LoadedCascade:
-        if self._cascade is None:
+    def _loaded_runner(self) -> CascadeRunner:
+        if self._runner is None:
             raise UserError(f"{self.folder}: no cascade is loaded, so there are no early exits; give a budget instead")
-        return self._cascade
+        return self._runner
 
     def _needed_confidence(
         self, confidence: float | None, average_macs: str | float | Budget | None
     ) -> tuple[float, ...]:
         """Of each early exit."""
-        cascade = self._loaded_cascade().cascade
+        cascade = self._loaded_runner().cascade
         if confidence is not None:
-            return (check_confidence(confidence),) * (len(cascade.stages) - 1)
+            return (check_confidence(confidence),) * (len(cascade.exits) - 1)
         assert average_macs is not None
-        return confidence_for(cascade, average_macs, self._full_macs)
+        return cascade.confidence(average_macs, self._full_macs)
 
     def _batch(self, images: Any) -> Images:
         if isinstance(images, np.ndarray):
-            return check_array(images, self._input_size, self._channels)
-        from cnmm.runtime.inputs import to_batch
+            return check_array(images, self.input_size, self.channels)
+        return to_batch(images, self.input_size, self.channels)
 
-        return to_batch(images, self._input_size, self._channels)
+
+def predict_once(
+    folder: str | Path,
+    images: Images | OneImage | Sequence[OneImage],
+    *,
+    runtime: RuntimeName = "onnx",
+    threads: int | None = None,
+    latency: str | Path | None = None,
+    **asked: Any,
+) -> Prediction:
+    """One call of `Session.predict`, without a session to keep: only what it needs is loaded, which starts faster."""
+    ladder = read_ladder(folder)
+    batch = to_batch(images, ladder.preprocessing.size, ladder.preprocessing.channels)
+    points: list[str] = []
+    if asked.keys() <= {"budget", "point"}:
+        points = [_asked_point(ladder, runtime, threads, latency or folder, **asked)]
+        asked = {"point": points[0]}
+    with Session(
+        folder, runtime=runtime, threads=threads, points=points, cascade=not points, latency=latency
+    ) as session:
+        return session.predict(batch, **asked)
+
+
+def _asked_point(
+    ladder: Ladder,
+    runtime: RuntimeName,
+    threads: int | None,
+    latency: str | Path,
+    budget: str | None = None,
+    point: str | None = None,
+) -> str:
+    if point is not None or budget is None:
+        return point or ladder.frontier.envelope()[-1].name
+    times: Mapping[str, float] = {}
+    if parse_budget(budget).kind == "ms":
+        times = p95(latency, runtime=runtime, precision=ladder.precision, threads=threads or usable_cores())
+    return ladder.frontier.choose(budget, times).name
 
 
 def check_array(images: npt.NDArray[Any], size: tuple[int, int], channels: int) -> Images:
@@ -318,13 +339,14 @@ def _first(chain: Chain, images: Images) -> Floats:
         return next(walk)
 
 
-def _checked_chain(chain: Chain, ladder: Ladder, stages: Sequence[Stage]) -> Chain:
+def _checked_chain(chain: Chain, ladder: Ladder, stages: Sequence[NetworkFile]) -> Chain:
     """Walks once: every stage must answer with one probability per class."""
-    image = np.zeros((1, *ladder.input_size, ladder.channels), np.uint8)
+    image = np.zeros((1, *ladder.preprocessing.image_shape), np.uint8)
     for stage, answers in zip(stages, chain.walk(image), strict=True):
-        if answers.shape != (1, len(ladder.classes)) or answers.dtype != np.float32:
+        num_classes = len(ladder.preprocessing.classes)
+        if answers.shape != (1, num_classes) or answers.dtype != np.float32:
             found = f"{answers.dtype} {list(answers.shape)}"
-            raise UserError(f"{stage.path}: answers {found}; float32 [1, {len(ladder.classes)}] is needed")
+            raise UserError(f"{stage.path}: answers {found}; it must be float32 [1, {num_classes}]")
     return chain
 
 
@@ -335,17 +357,3 @@ def _named_precision(ladder: Ladder, precision: str) -> str:
     if precision != "float32":
         raise UserError(f"precision {precision!r}: {ladder.folder} holds {ladder.precision} networks; leave it out")
     return ladder.precision
-
-
-@contextmanager
-def ladder_folder(folder: str | Path) -> Iterator[Path]:
-    """A ladder folder as it is; of a run folder a ladder is made, which needs torch and is gone afterwards."""
-    if is_ladder(folder) or not is_run(folder):
-        yield Path(folder)
-        return
-    require_torch()
-    from cnmm.run import ladder_of_run
-
-    with tempfile.TemporaryDirectory(prefix="cnmm-") as place:
-        ladder_of_run(Path(folder), Path(place))
-        yield Path(place)

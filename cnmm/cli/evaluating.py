@@ -1,0 +1,98 @@
+"""The verb `evaluate`. Torch is imported when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from cnmm.cli.budgets import MetricName
+from cnmm.cli.terminal import NO_HINT, Common, percent, print_table, say
+from cnmm.config import Device
+from cnmm.frontier import metric_words
+from cnmm.zoo import require_torch
+
+if TYPE_CHECKING:
+    from cnmm.run import Evaluation
+
+AUTO = arg(help_behavior_hint="(default: auto)")
+WORKERS = arg(metavar="N", help_behavior_hint="(default: cores - 1 if the images do not fit into memory)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measure the quality of a trained run, per exit."""
+
+    run: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    """A run folder."""
+    data: Annotated[str | None, arg(metavar="KIND:DIR", help_behavior_hint="(default: the run's own)")] = None
+    """Where the images are."""
+    split: Annotated[str, NO_HINT] = "test"
+    """test, or validation: the images that training held out."""
+    point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: nothing cut)")] = None
+    """An operating point such as e4c12."""
+    budget: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="")] = None
+    """60M, 40%, 25ms or acc:0.92, instead of a point: the best measured one within it (see `cnmm frontier`)."""
+    metric: Annotated[MetricName | None, arg(help_behavior_hint="(default: accuracy)")] = None
+    """What the interval and `quality` refer to; all metrics are shown."""
+    raw: Annotated[bool, NO_HINT] = False
+    """Keep the full mixture's statistics at a cut point, instead of the point's own."""
+    monte_carlo: Annotated[int, arg(metavar="N", help_behavior_hint="(default: the expectation)")] = 0
+    """Average the probabilities of N samples of the gates, at N times the macs."""
+    hard: Annotated[bool, NO_HINT] = False
+    """Monte-Carlo samples are hard: each is one network of the mixture."""
+    device: Annotated[Device, AUTO] = "auto"
+    """Where to compute; auto: on a GPU if there is one."""
+    workers: Annotated[int | None, WORKERS] = None
+    """Processes that decode images of a large folder ahead; 0: none. The result is the same."""
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        require_torch()
+        from cnmm.run import Run
+
+        evaluation = Run(self.run, data=self.data).evaluate(
+            split=self.split,
+            budget=self.budget,
+            point=self.point,
+            metric=self.metric,
+            raw=self.raw,
+            monte_carlo=self.monte_carlo,
+            hard=self.hard,
+            device=self.device,
+            workers=self.workers,
+        )
+        return evaluation_row(evaluation)
+
+    def show(self, answer: dict[str, Any]) -> None:
+        show_exits(answer)
+
+
+def evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation as `--json` prints it."""
+
+    def row(exit: int) -> dict[str, Any]:
+        quality = evaluation.exits[exit]
+        about = {"metric": quality.metric, "quality": quality.value, **quality.all}
+        interval = {"low": quality.low, "high": quality.high, "n": quality.n}
+        return {"exit": exit, "macs": evaluation.exit_macs[exit], **about, **interval}
+
+    exits = [row(exit) for exit in evaluation.exits]
+    about = {"point": evaluation.point.name, "macs": evaluation.macs, "split": evaluation.split}
+    last = {name: value for name, value in exits[-1].items() if name not in ("exit", "macs", "low", "high")}
+    return {**about, "statistics": evaluation.statistics, **last, "exits": exits}
+
+
+def show_exits(answer: dict[str, Any]) -> None:
+    """A table with a row for every exit."""
+    other = [name for name in ("accuracy", "mean_class_accuracy") if name in answer and name != answer["metric"]]
+    rows = []
+    for row in answer["exits"]:
+        macs = "" if row["macs"] is None else f"{row['macs']:,}"
+        interval = f"{percent(row['low'])} - {percent(row['high'])}"
+        rows.append((row["exit"], macs, percent(row["quality"]), interval, *(percent(row[name]) for name in other)))
+    columns = ("exit", "macs", f"{metric_words(answer['metric'])} %", "95 % interval")
+    print_table((*columns, *(f"{metric_words(name)} %" for name in other)), rows)
+    say(f"{answer['point']}, {answer['n']:,} {answer['split']} images, {answer['statistics']} statistics")

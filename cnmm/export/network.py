@@ -1,0 +1,145 @@
+"""A slim network as an ONNX file, or a cascade as one file per stage: what a device runs without torch.
+
+Files are compared with the network in torch, at two batch sizes, before they are put in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cnmm._errors import INSTALL_TRAIN, UserError
+from cnmm._files import write_atomically
+from cnmm.config import MixtureConfig, Preprocessing
+from cnmm.data.dataset import Images, Labels
+from cnmm.evaluation.task import Quality, task_of
+from cnmm.export.onnx_writer import onnx_model, onnx_stages
+from cnmm.export.quantise import quantised
+from cnmm.export.slim import SlimNetwork
+from cnmm.ladder import IMAGE, PROBABILITIES
+
+ExportPrecision = Literal["float32", "int8"]
+LabelledImages = tuple[Images, Labels]
+TOLERANCE = 1e-4
+"""Largest difference of a probability between the file and the network in torch."""
+
+
+def export_onnx(
+    network: SlimNetwork,
+    path: str | Path,
+    preprocessing: Preprocessing,
+    *,
+    precision: ExportPrecision = "float32",
+    calibration: Images | None = None,
+    **metadata: object,
+) -> None:
+    """One file: uint8 images [N, H, W, C] in, probabilities out; metadata says the rest.
+
+    `calibration`: images [N, H, W, C] from which int8 learns the range of every tensor.
+    """
+    check_new_file(path)
+    data = onnx_bytes(network, preprocessing, precision=precision, calibration=calibration, **metadata)
+    write_atomically(Path(path), data)
+
+
+def check_new_file(path: str | Path) -> None:
+    """Refuses to write over something, or where there is no folder."""
+    path = Path(path)
+    if path.exists():
+        raise UserError(f"{path} exists; remove it, or choose another file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+
+
+def onnx_bytes(
+    network: SlimNetwork,
+    preprocessing: Preprocessing,
+    *,
+    precision: ExportPrecision = "float32",
+    calibration: Images | None = None,
+    **metadata: object,
+) -> bytes:
+    """A slim network as a checked ONNX file."""
+    with _needs_onnx():
+        model = onnx_model(
+            network.graph, _tensors(network), preprocessing, precision=precision, macs=network.cost.macs, **metadata
+        )
+    data: bytes = model.SerializeToString()
+    _check([data], network, preprocessing)
+    if precision == "int8":
+        if calibration is None or not len(calibration):
+            raise UserError("precision int8 needs images to calibrate on; say where they are with --data")
+        data = quantised(data, calibration)
+    return data
+
+
+def stage_bytes(network: SlimNetwork, preprocessing: Preprocessing, **metadata: object) -> list[bytes]:
+    """The stages of a cascade as checked ONNX files, one for each exit."""
+    with _needs_onnx():
+        models = onnx_stages(network.graph, _tensors(network), preprocessing, **metadata)
+    stages = [model.SerializeToString() for model in models]
+    _check(stages, network, preprocessing)
+    return stages
+
+
+def _tensors(network: SlimNetwork) -> Mapping[str, npt.NDArray[Any]]:
+    state = network.state_dict().items()
+    return {name.removeprefix("layers."): tensor.detach().cpu().numpy() for name, tensor in state}
+
+
+def _check(files: Sequence[bytes], network: SlimNetwork, preprocessing: Preprocessing) -> None:
+    """Runs the files one after the other, and compares every exit with torch, for one image and for three."""
+    rng, about = np.random.default_rng(0), preprocessing
+    mean, std = (torch.tensor(values).float().view(1, -1, 1, 1) * 255 for values in (about.mean, about.std))
+    sessions = [open_onnx(data) for data in files]
+    for num in (1, 3):
+        images = rng.integers(0, 256, (num, *about.size, network.config.in_chans), dtype=np.uint8)
+        x = (torch.from_numpy(images).permute(0, 3, 1, 2).float() - mean) / std
+        with torch.no_grad():
+            expected = [score.softmax(1).numpy() for score in network.forward_exits(x).values()]
+        made: dict[str, npt.NDArray[Any]] = {IMAGE: images}
+        for session, wanted in zip(sessions, expected[-len(sessions) :], strict=True):
+            names = [output.name for output in session.get_outputs()]
+            feed = {source.name: made[source.name] for source in session.get_inputs()}
+            made.update(zip(names, session.run(names, feed), strict=True))
+            worst = float(np.abs(made[PROBABILITIES] - wanted).max())
+            if not worst <= TOLERANCE:
+                raise UserError(
+                    f"the exported network differs from the one in torch by {worst:.1e} in a probability "
+                    f"(allowed is {TOLERANCE:.0e}); nothing was written; please report this with your versions"
+                )
+
+
+def open_onnx(data: bytes, threads: int = 1) -> Any:
+    """An onnxruntime session of a file's bytes."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def quality_of_file(data: bytes, batches: Iterable[LabelledImages], config: MixtureConfig, metric: str) -> Quality:
+    """Quality of a file on images [N, H, W, C] with labels, by onnxruntime."""
+    session, meter = open_onnx(data), task_of(config).meter(config.num_classes)
+    for images, labels in batches:
+        (probabilities,) = session.run([PROBABILITIES], {IMAGE: images})
+        meter.add(torch.from_numpy(probabilities), torch.from_numpy(labels))
+    return meter.quality(metric)
+
+
+@contextmanager
+def _needs_onnx() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "onnx":
+            raise
+        raise UserError(f"exporting needs onnx, which is not installed; install it with: {INSTALL_TRAIN}") from None

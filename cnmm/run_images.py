@@ -1,0 +1,117 @@
+"""The images of a run: which it was trained on, which were held out to choose points, and which it is tested on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from cnmm._errors import UserError
+from cnmm.config import MixtureConfig, Preprocessing
+from cnmm.data import DataSet, Split, hold_out, open_data
+from cnmm.data.dataset import Images as Pixels
+from cnmm.data.dataset import Labels
+from cnmm.evaluation.batches import Batches, Reread
+from cnmm.training.batches import EVALUATION_BATCH, STATISTICS_IMAGES, Images
+from cnmm.training.config import TrainConfig
+
+CHOSEN_ON_TEST = "test (chosen on test)"
+"""The split of a run that held no images out."""
+
+logger = logging.getLogger("cnmm")
+
+
+class RunImages:
+    """The images of one run. They are opened when they are first asked for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: str | None,
+        model: MixtureConfig,
+        preprocessing: Preprocessing,
+        config: TrainConfig,
+    ) -> None:
+        """`spec`: where they are; `folder`: of the run, for messages."""
+        self.folder, self.spec, self.model, self.preprocessing, self.config = folder, spec, model, preprocessing, config
+
+    @cached_property
+    def data(self) -> DataSet:
+        """The data set, with the run's own mean and standard deviation."""
+        if self.spec is None:
+            raise UserError(f"{self.folder} does not say what it was trained on; use --data, for example cifar10:DIR")
+        data = open_data(self.spec, size=self.model.input_size)
+        if len(data.classes) != self.model.num_classes:
+            raise UserError(f"{self.spec} has {len(data.classes)} classes, {self.folder} has {self.model.num_classes}")
+        return dataclasses.replace(data, mean=self.preprocessing.mean, std=self.preprocessing.std)
+
+    @cached_property
+    def prepared(self) -> Images:
+        """What makes batches for the network of them."""
+        return Images(self.data, self.config)
+
+    @cached_property
+    def _parts(self) -> tuple[np.ndarray, np.ndarray]:
+        return hold_out(self.data.train.labels, self.config.val, self.config.seed)
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._parts[1])
+
+    def split(self, name: str) -> tuple[Split, np.ndarray]:
+        """The images of "validation" or "test", and which of them."""
+        if name == "validation":
+            if not self.num_held_out:
+                raise UserError("split 'validation': no images were held out (val=0); use --split test")
+            return self.data.train, self._parts[1]
+        if name == "test" and self.data.test is not None:
+            return self.data.test, np.arange(len(self.data.test))
+        raise UserError(f"split {name!r}: must be test (if {self.spec} has one) or validation")
+
+    def measured(self, num: int | None = None) -> tuple[str, Split, np.ndarray]:
+        """What points are chosen on: the name of the split, its images, and which of them, at most `num`."""
+        if num is not None and num < 1:
+            raise UserError(f"images={num}: must be at least 1")
+        if self.num_held_out:
+            name, (part, chosen) = "validation", self.split("validation")
+        elif self.data.test is not None:
+            name, (part, chosen) = CHOSEN_ON_TEST, self.split("test")
+            logger.warning("this run held no images out: points are measured and chosen on test images, and say so")
+        else:
+            raise UserError(f"{self.folder} held no images out (--val 0), and {self.spec} has no test images")
+        if num is not None and num < len(chosen):  # the same share of every class
+            chosen = chosen[hold_out(part.labels[chosen], num, self.config.seed)[1]]
+        return name, part, chosen
+
+    def batches(self, part: Split, chosen: np.ndarray) -> Batches[tuple[Tensor, Tensor]]:
+        """Batches of prepared images and their labels, read anew each time."""
+        return Reread(lambda: self.prepared.batches(part, chosen), -(-len(chosen) // EVALUATION_BATCH))
+
+    def statistics(self) -> Batches[Tensor]:
+        """Batches of training images, augmented as in training, on which batch statistics are estimated."""
+        train, kept, prepared = self.data.train, self._parts[0], self.prepared
+        num = -(-min(STATISTICS_IMAGES, len(kept)) // EVALUATION_BATCH)
+        return Reread(lambda: prepared.statistics_batches(train, kept), num)
+
+    def held_out(self, num: int | None = None) -> tuple[Pixels, Labels]:
+        """Held-out images, uint8 [N, H, W, C], and their labels; at most `num` of them."""
+        if not self.num_held_out:
+            raise UserError(f"{self.folder} was trained with --val 0: no images were held out")
+        chosen = self._parts[1][:num]
+        return self.data.train.read(chosen), self.data.train.labels[chosen]
+
+    def labelled(self, size: int = 100) -> Iterator[tuple[Pixels, Labels]]:
+        """All held-out images with their labels, in batches."""
+        images, labels = self.held_out()
+        for start in range(0, len(labels), size):
+            yield images[start : start + size], labels[start : start + size]
+
+    def training(self, num: int) -> Pixels:
+        """Training images as they are, uint8 [N, H, W, C], always the same ones."""
+        chosen = np.sort(np.random.default_rng(0).permutation(self._parts[0])[:num])
+        return self.data.train.read(chosen)

@@ -1,0 +1,130 @@
+"""From images to a run folder: `cnmm.train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cnmm import distributed
+from cnmm._errors import UserError
+from cnmm._files import write_atomically
+from cnmm._machine import keep_freed_memory
+from cnmm.config import MixtureConfig
+from cnmm.data import DataSet, open_data, suggest_model
+from cnmm.mixture import Mixture
+from cnmm.run import Run
+from cnmm.run_folder import is_run, load, start_run
+from cnmm.training.batches import use_bfloat16
+from cnmm.training.config import TrainConfig
+from cnmm.training.loop import train as run_loop
+from cnmm.training.progress import EpochResult, Progress
+from cnmm.training.recipes import recipe as find_recipe
+from cnmm.zoo import create_model, model_plan
+
+MODEL_FIELDS = ("blocks", "scales", "channels", "stem_stride", "exits", "mixing", "gate_init")
+"""Fields of MixtureConfig that a training may choose: the paper's variants. The data decides the others."""
+
+logger = logging.getLogger("cnmm")
+
+
+def train(
+    data: str,
+    out: str | Path,
+    *,
+    model: str | None = None,
+    recipe: str = "quick",
+    init: str | Path | None = None,
+    resume: bool = False,
+    skip_bad: bool = False,
+    on_step: Callable[[Progress], None] = lambda progress: None,
+    on_epoch: Callable[[EpochResult], None] = lambda result: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    **fields: Any,
+) -> Run:
+    """Trains a mixture on images into the run folder `out`.
+
+    `data` is `cifar10:DIR`, `folder:DIR`, ...; `model` a name of the zoo, one that fits the images unless told.
+    `fields` override those of the recipe (`epochs=5, seed=1`, see `TrainConfig`) and of the model (`exits="last"` is
+    CNMM-single, `mixing="sum"` the deterministic variant, `blocks=12`, see `MixtureConfig`). `init` starts from the
+    weights of a trained run. `resume` goes on with the run in `out`, to the same weights bit by bit.
+    """
+    keep_freed_memory()
+    variant = {name: fields.pop(name) for name in MODEL_FIELDS if name in fields}
+    config = find_recipe(recipe, **fields)
+    distributed.start(config.device)
+    narrow = use_bfloat16(config.precision, distributed.pick_device(config.device))
+    config = dataclasses.replace(config, precision="bfloat16" if narrow else "float32")  # a run is one or the other
+    images = open_data(data, skip_bad=skip_bad)
+    for name in images.skipped:
+        logger.warning("skipped %s: cannot be read", name)
+    if config.val and "val" not in fields:  # a small set keeps most of its images
+        config = dataclasses.replace(config, val=min(config.val, len(images.train) // 10))
+    torch.manual_seed(config.seed)
+    mixture = _initial(init, model, images, variant) if init else _new_model(model, images, variant)
+    going_on = resume or distributed.restarted()
+    _start(Path(out), mixture, images, config, init, resume=resume or (going_on and is_run(out)))
+    run_loop(
+        mixture,
+        images,
+        config,
+        Path(out),
+        resume=going_on,
+        on_step=on_step,
+        on_epoch=on_epoch,
+        should_stop=should_stop,
+    )
+    first = distributed.rank() == 0
+    distributed.end()
+    run = Run(out, data=data)
+    if first:
+        write_atomically(Path(out) / "README.md", run.card().encode())
+    return run
+
+
+def _start(
+    out: Path, model: Mixture, data: DataSet, config: TrainConfig, init: str | Path | None, *, resume: bool
+) -> None:
+    """Process 0 makes the run folder, or checks it; the others wait for it."""
+    if distributed.rank() == 0:
+        about = {"data": describe_data(data), **({"init": str(init)} if init else {})}
+        start_run(out, model, resume=resume, train=config.to_dict(), **about)
+    distributed.wait()
+
+
+def describe_data(data: DataSet) -> dict[str, Any]:
+    """What config.json says of the data."""
+    fields = ("name", "spec", "classes", "mean", "std", "size")
+    return {field: getattr(data, field) for field in fields}
+
+
+def _new_model(name: str | None, data: DataSet, variant: dict[str, Any]) -> Mixture:
+    """The model that was asked for, or the one that fits the images."""
+    if name is None:
+        name, _, why = suggest_model(data)
+        logger.info("model %s: %s", name, why)
+    if model_plan(name).config.task != "classification":
+        raise UserError(f"--model {name}: it labels pixels, {data.spec} labels images; `cnmm models` lists the others")
+    return create_model(name, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size, **variant)
+
+
+def _initial(init: str | Path, name: str | None, data: DataSet, variant: dict[str, Any]) -> Mixture:
+    """The model of a trained run with its weights; classifiers of another number of classes start anew."""
+    trained = load(init)
+    if name not in (None, trained.config.name):
+        raise UserError(f"--model {name}: {init} holds a {trained.config.name}; leave --model out")
+    for field, value in variant.items():
+        if value != getattr(trained.config, field):
+            raise UserError(f"{field}={value!r}: {init} has {getattr(trained.config, field)!r}, which is fixed")
+    config: MixtureConfig = dataclasses.replace(trained.config, num_classes=len(data.classes), input_size=data.size)
+    if config.in_chans != data.in_chans:
+        raise UserError(f"--init {init}: it takes {config.in_chans} channels, the images have {data.in_chans}")
+    model = Mixture(config)
+    state = model.state_dict()
+    fitting = {key: value for key, value in trained.state_dict().items() if value.shape == state[key].shape}
+    model.load_state_dict({**state, **fitting})
+    return model
