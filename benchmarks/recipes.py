@@ -25,9 +25,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
+from cnmm._machine import keep_freed_memory
 from cnmm.data import open_data
 from cnmm.frontier import FRONTIER_FILE, find_frontier
-from cnmm.training.loop import keep_freed_memory, make_optimizer, training_loss, use_bfloat16
+from cnmm.training.batches import use_bfloat16
+from cnmm.training.objective import training_loss
+from cnmm.training.optim import make_optimizer, take_step
 from cnmm.training.recipes import recipe
 
 WAYS: dict[str, dict[str, object]] = {
@@ -50,10 +53,7 @@ def step_s(way: str, model_name: str, part: float, steps: int = 12) -> float:
     for step in range(steps):
         start = time.perf_counter()
         loss = training_loss(model, x, labels, config, part=part, at=(0, step))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
+        take_step(model, optimizer, loss, config, part=part)
         times.append(time.perf_counter() - start)
     return statistics.mean(times[2:])  # points of the ladder differ in cost: their mean, not their median
 

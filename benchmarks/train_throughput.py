@@ -30,7 +30,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
-from cnmm.training.loop import keep_freed_memory, use_bfloat16
+from cnmm._machine import keep_freed_memory
+from cnmm.training.batches import use_bfloat16
 from tests.matching import reference_of
 
 VARIANTS = (

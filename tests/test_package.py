@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import cnmm
-from cnmm.cli.main import shape_text, summary
+from cnmm.cli.models import shape_text
 from cnmm.cost import short_count
-from cnmm.zoo import describe_model
+from cnmm.zoo import describe_model, summary
 from tests.imports import HEAVY, MAY_IMPORT, TORCH_FREE_PAPER, WITHOUT_TORCH, edges, imports, levels, modules, room
 
 ROOT = Path(__file__).parent.parent

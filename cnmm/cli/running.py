@@ -54,9 +54,10 @@ class Predict:
             raise UserError("no images were named; add the paths of image files")
         from cnmm.runtime.session import predict_once
 
-        options = {"runtime": self.runtime, "threads": self.threads}
         with ladder_of(self.source) as folder:
-            answer = predict_once(folder, self.images, latency=self.source, **options, **self.given())
+            answer = predict_once(
+                folder, self.images, runtime=self.runtime, threads=self.threads, latency=self.source, **self.given()
+            )
         results = [
             {"file": str(path), "top": [{"label": label, "p": p} for label, p in best], "exit": exit}
             for path, best, exit in zip(self.images, answer.top(self.top), answer.exits.tolist(), strict=True)

@@ -10,18 +10,50 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cnmm import distributed
 from cnmm._errors import UserError
 from cnmm._files import read_tensors, sync_folder, to_bytes, write_atomically, write_json
 from cnmm.mixture import Mixture
 from cnmm.run_folder import CHECKPOINTS
 
 STATE_FILE = "state.safetensors"
+
+
+class Checkpoints:
+    """The checkpoints of one training. Process 0 writes them, all read them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Mixture,
+        optimizer: torch.optim.Optimizer,
+        average: Mapping[str, Tensor],
+        *,
+        every_s: float,
+    ) -> None:
+        self.folder, self.model, self.optimizer, self.average = folder, model, optimizer, average
+        self.every_s, self.saved_at = every_s, time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Is the last one so old that the next should be written?"""
+        return time.monotonic() - self.saved_at > self.every_s
+
+    def save(self, step: int) -> None:
+        if distributed.rank() == 0:
+            save_state(self.folder, self.model, self.optimizer, self.average, step)
+        self.saved_at = time.monotonic()
+
+    def restore(self) -> int:
+        """Puts the newest back and returns its number of steps; 0 if there is none yet."""
+        return restore(self.folder, self.model, self.optimizer, self.average)
 
 
 def save_state(

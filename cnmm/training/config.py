@@ -51,6 +51,8 @@ class TrainConfig:
     """Mirror images at random."""
     val: int = 5000
     """Images held out of the training set, to choose points and thresholds; test data is only for reporting."""
+    statistics: Literal["re-estimated", "raw"] = "re-estimated"
+    """Batch statistics of the result: re-estimated in expectation mode, or raw, the running averages (the paper)."""
     seed: int = 0
     precision: Precision = "float32"
     device: Device = "auto"

@@ -24,7 +24,7 @@ from cnmm.evaluation.search import MATTERS, cutting_curves, first_points, next_p
 from cnmm.evaluation.statistics import STATISTICS_FILE, load_statistics, reestimated, save_statistics, with_statistics
 from cnmm.frontier import Frontier, FrontierPoint, find_frontier
 from cnmm.run_folder import save
-from cnmm.training import loop as training
+from cnmm.training import batches as training
 from cnmm.training.recipes import recipe
 
 ROOT = Path(__file__).resolve().parents[2]

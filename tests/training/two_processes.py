@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from cnmm import create_model, distributed
-from cnmm.training.loop import average_gradients, training_loss
+from cnmm.training.objective import training_loss
+from cnmm.training.optim import average_gradients
 from cnmm.training.recipes import recipe
 
 BATCH = 8

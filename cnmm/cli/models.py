@@ -1,0 +1,174 @@
+"""The verbs about models that need no training and no torch: `models`, `info` and `draw`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from cnmm._errors import UserError
+from cnmm.cli.terminal import Common, print_table, say
+from cnmm.cost import CostTable, short_count
+from cnmm.draw import check_suffix, draw_lattice, save_picture
+from cnmm.lattice import OperatingPoint
+from cnmm.prune import named_point
+from cnmm.run_folder import CONFIG_FILE, is_run, load_plan
+from cnmm.zoo import Plan, describe_model, list_models, model_plan, num_networks, summary
+
+
+def _count(metavar: str = "INT") -> object:
+    return arg(metavar=metavar, help_behavior_hint="(default: the model's own)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What differs from the zoo's model. A run folder's model is fixed: with one, only the input size may differ."""
+
+    num_classes: Annotated[int | None, _count()] = None
+    """Number of classes."""
+    in_chans: Annotated[int | None, _count()] = None
+    """Channels of the images."""
+    input_size: Annotated[tuple[int, int] | None, _count("HEIGHT WIDTH")] = None
+    """Size of the images that macs refer to."""
+    stem_stride: Annotated[int | None, _count("{1,2,4}")] = None
+    """How much smaller the first map is than the image."""
+    channels: Annotated[int | None, _count()] = None
+    """Channels of the finest maps, a multiple of 4."""
+
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+ModelName = Annotated[Positional[str], arg(metavar="MODEL|RUN", help_behavior_hint="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """List the models of the zoo."""
+
+    pattern: Annotated[Positional[str], arg(metavar="[PATTERN]", help_behavior_hint="(default: all)")] = ""
+    """Only names that contain this."""
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        names = list_models(self.pattern)
+        if not names:
+            raise UserError(f"no model's name contains {self.pattern!r}; the zoo has {', '.join(list_models())}")
+        return {"models": [summary(model_plan(name)) | {"description": describe_model(name)} for name in names]}
+
+    def show(self, answer: dict[str, Any]) -> None:
+        columns = ("model", "maps", "edges", "networks", "macs", "params", "input", "description")
+        rows = []
+        for row in answer["models"]:
+            counts = f"{row['networks']:,}", short_count(row["macs"]), short_count(row["params"])
+            rows.append((row["model"], row["maps"], row["edges"], *counts, shape_text(row), row["description"]))
+        print_table(columns, rows, left=("model", "description"))
+        say("edges are all edges: between maps, the stem's and those into the output; macs are for one image")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Show maps, edges, networks, macs and params of a model and of each exit."""
+
+    model: ModelName
+    """Name of a zoo model, or a run folder."""
+    overrides: Overrides = Overrides()
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        plan, run = find_model(self.model, self.overrides)
+        plan = resize(plan, self.overrides.input_size)
+        table = CostTable.of(plan.config)
+        exits = [
+            {"exit": exit, **dataclasses.asdict(table.exit(exit)), "networks": num_networks(plan, exit)}
+            for exit in plan.config.exit_numbers
+        ]
+        return summary(plan) | ({"run": str(run)} if run else {}) | {"exits": exits}
+
+    def show(self, answer: dict[str, Any]) -> None:
+        output = answer["edges"] - answer["block_edges"] - 1
+        print(answer["model"] + (f" (run folder {answer['run']})" if "run" in answer else ""))
+        print(f"  task      {answer['task']}, {answer['num_classes']} classes, images of {shape_text(answer)}")
+        print(f"  maps      {answer['maps']} = {answer['blocks']} blocks x {answer['scales']} scales")
+        edges = f"{answer['block_edges']} between maps + 1 stem + {output} into the output"
+        print(f"  edges     {answer['edges']} = {edges}")
+        for name in ("networks", "macs", "params"):
+            print(f"  {name:8}  {answer[name]:,}")
+        rows = []
+        for row in answer["exits"]:
+            share = f"{row['macs'] / answer['macs']:.1%}"
+            rows.append((row["exit"], f"{row['networks']:,}", f"{row['macs']:,}", share, f"{row['params']:,}"))
+        print()
+        print_table(("exit", "networks", "macs", "of full", "params"), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Draw a model, or one of its operating points: edge width shows how many networks use the edge."""
+
+    model: ModelName
+    """Name of a zoo model, or a run folder."""
+    out: Annotated[Path, arg(aliases=["-o"], metavar="FILE")]
+    """The picture to write: .svg or .png."""
+    point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: nothing cut)")] = None
+    """An operating point such as e5c37: exit 5, 37 cuts."""
+    overrides: Overrides = Overrides()
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        check_suffix(self.out)
+        plan, _ = find_model(self.model, self.overrides)
+        point = None if self.point is None else find_point(plan, self.point)
+        plan = resize(plan, self.overrides.input_size)
+        save_picture(draw_lattice(plan, point), self.out)
+        table = CostTable.of(plan.config)
+        return {
+            "file": str(self.out),
+            "model": plan.config.name,
+            "point": point.name if point else f"e{plan.config.blocks}c0",
+            "macs": (table.point(point) if point else table.exit()).macs,
+        }
+
+    def show(self, answer: dict[str, Any]) -> None:
+        print(answer["file"])
+
+
+def find_model(name: str, overrides: Overrides) -> tuple[Plan, Path | None]:
+    """The plan of a zoo model, or that of a run folder with its trained gates, and the folder."""
+    path, zoo, given = Path(name), list_models(), overrides.given()
+    if is_run(path):
+        for field in sorted(given.keys() - {"input_size"}):
+            flag = "--" + field.replace("_", "-")
+            raise UserError(f"{flag} {given[field]}: {name} is a run folder, whose model is fixed; leave {flag} out")
+        if name in zoo:
+            say(f"{name} is a run folder here as well as a model of the zoo; this is the run folder")
+        return load_plan(path), path
+    if name not in zoo and path.exists():
+        raise UserError(f"{name}: no run folder, {CONFIG_FILE} is missing; `cnmm models` lists the models of the zoo")
+    if name not in zoo and len(path.parts) > 1:
+        raise UserError(f"{name}: there is no such run folder; `cnmm models` lists the models of the zoo")
+    return model_plan(name, **given), None
+
+
+def find_point(plan: Plan, name: str) -> OperatingPoint:
+    """An operating point by name; the deterministic variant has full exits only."""
+    point = named_point(plan, name)
+    full = f"e{point.exit}c0"
+    if plan.config.mixing == "sum" and name != full:
+        raise UserError(f"point {name!r}: mixing='sum' has no cutting; use the full exit, {full}")
+    return point
+
+
+def resize(plan: Plan, input_size: tuple[int, int] | None) -> Plan:
+    """The same model and gates where macs refer to another input size."""
+    if input_size is None:
+        return plan
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, input_size=input_size))
+
+
+def shape_text(row: dict[str, Any]) -> str:
+    height, width = row["input_size"]
+    return f"{row['in_chans']}x{height}x{width}"

@@ -1,0 +1,112 @@
+"""Images on their way to the network: which ones, in which order, read, augmented, normalised, and on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cnmm import distributed
+from cnmm._errors import UserError
+from cnmm.data import DataSet, Split, Workers, num_workers
+from cnmm.training.augment import augment
+from cnmm.training.config import TrainConfig
+from cnmm.training.seeds import seeded
+
+STATISTICS_IMAGES = 4000
+"""Training images on which the statistics for inference are estimated."""
+EVALUATION_BATCH = 125
+"""Images of a batch where nothing is learned, at most. More are slower per image: their maps leave the cache."""
+
+
+class Images:
+    """Prepares uint8 images for the network: augmentation, normalisation, and its device.
+
+    Steps of the training may be in bfloat16; statistics and figures never are, for what is exported is float32.
+    """
+
+    def __init__(
+        self, data: DataSet, config: TrainConfig, *, device: torch.device | str = "cpu", workers: Workers | None = None
+    ) -> None:
+        self.config = config
+        self.mean = torch.tensor(data.mean).view(1, -1, 1, 1) * 255
+        self.std = torch.tensor(data.std).view(1, -1, 1, 1) * 255
+        self.device = torch.device(device)
+        self.workers = workers or Workers()
+        self.dtype = torch.bfloat16 if use_bfloat16(config.precision, self.device) else torch.float32
+
+    def training_batches(
+        self, split: Split, kept: np.ndarray, epoch: int, *, first: int = 0
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Step, images and labels of an epoch from step `first` on: this process's part of every batch.
+
+        What is drawn for an image depends on its place in the whole batch.
+        """
+        seed, size = self.config.seed, self.config.batch_size
+        num = size // distributed.world_size()
+        places = slice(num * distributed.rank(), num * (distributed.rank() + 1))
+        order = torch.randperm(len(kept), generator=seeded(seed, "order", epoch)).numpy()
+        steps = range(first, len(kept) // size)
+        parts = [np.sort(kept[order[step * size : (step + 1) * size]])[places] for step in steps]
+        for step, (chosen, pixels) in zip(steps, self._read(split, parts), strict=True):
+            images = augment(pixels, self.config, seeded(seed, "augment", epoch, step), places)
+            yield step, self.prepare(images.permute(0, 3, 1, 2)).to(self.dtype), self._labels(split, chosen)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 [N, C, H, W] to normalised floats on the device."""
+        return ((images.float() - self.mean) / self.std).to(self.device)
+
+    def batches(self, split: Split, indices: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images as they are, for evaluation."""
+        for chosen, images in self._read(split, chunks(indices)):
+            yield self.prepare(images.permute(0, 3, 1, 2)), self._labels(split, chosen)
+
+    def statistics_batches(self, split: Split, kept: np.ndarray) -> Iterator[Tensor]:
+        """A few thousand training images, augmented as in training: black borders belong to what was learned."""
+        seed = self.config.seed
+        chosen = torch.randperm(len(kept), generator=seeded(seed, "statistics"))[:STATISTICS_IMAGES]
+        for number, (_, images) in enumerate(self._read(split, chunks(np.sort(kept[chosen.numpy()])))):
+            if len(images) > 1:
+                images = augment(images, self.config, seeded(seed, "statistics", number * EVALUATION_BATCH))
+                yield self.prepare(images.permute(0, 3, 1, 2))
+
+    def _read(self, split: Split, parts: list[np.ndarray]) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Each part with its images, uint8 [N, H, W, C]."""
+        for chosen, pixels in zip(parts, self.workers.read(split, parts), strict=True):
+            yield chosen, torch.from_numpy(pixels)
+
+    def _labels(self, split: Split, chosen: np.ndarray) -> Tensor:
+        return torch.from_numpy(split.labels[chosen]).to(self.device)
+
+
+def chunks(indices: np.ndarray) -> list[np.ndarray]:
+    """Indices in batches for evaluation, of equal size: each counts the same where statistics are averaged."""
+    num = -(-len(indices) // EVALUATION_BATCH)
+    return np.array_split(indices, num) if num else []
+
+
+def steps_per_epoch(config: TrainConfig, num: int) -> int:
+    """Whole batches in `num` images."""
+    if config.batch_size % distributed.world_size():
+        raise UserError(
+            f"batch_size={config.batch_size}: it must be a multiple of {distributed.world_size()} processes"
+        )
+    if num < config.batch_size:
+        raise UserError(f"batch_size={config.batch_size}: there are only {num} training images; use less")
+    return num // config.batch_size
+
+
+def start_workers(data: DataSet, config: TrainConfig) -> Workers:
+    """The processes that decode image files for this one."""
+    return Workers(num_workers(config.workers, data.train, distributed.local_size()))
+
+
+def use_bfloat16(precision: str, device: torch.device | str = "cpu") -> bool:
+    """ "auto" takes bfloat16 where the device has instructions for it."""
+    if precision == "auto":
+        if torch.device(device).type == "cuda":
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return precision == "bfloat16"

@@ -1,0 +1,40 @@
+"""The model card of a run: README.md in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cnmm.config import MixtureConfig, Preprocessing
+from cnmm.evaluation.task import Quality
+from cnmm.frontier import metric_words
+from cnmm.training.config import TrainConfig
+
+
+def card(
+    model: MixtureConfig,
+    data: Mapping[str, Any],
+    preprocessing: Preprocessing,
+    config: TrainConfig,
+    exits: Mapping[int, Quality],
+    split: str,
+) -> str:
+    """The card as markdown: what it is, how good every exit is, what it expects. `data` is that of config.json."""
+    last = exits[max(exits)]
+    rows = "\n".join(f"| {exit} | {100 * quality.value:.2f} |" for exit, quality in exits.items())
+    height, width, channels = preprocessing.image_shape
+    mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (preprocessing.mean, preprocessing.std))
+    return f"""# {model.name}, trained on {data["name"]}
+
+A Convolutional Neural Mixture Model made by `cnmm train` (recipe `{config.recipe}`, {config.epochs} epochs, seed
+{config.seed}). One set of weights holds every exit and every operating point: `cnmm info` shows them.
+
+{metric_words(last.metric).capitalize()} (%) on {last.n} {split} images, expectation, nothing cut:
+
+| exit | {metric_words(last.metric)} |
+|---|---|
+{rows}
+
+Classes: {", ".join(preprocessing.classes)}. Images: {channels} x {height} x {width}, mean {mean}, standard deviation
+{std}.
+"""

@@ -1,0 +1,114 @@
+"""What a training reports: after every step, and after every epoch."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from cnmm.data import DataSet
+from cnmm.evaluation.evaluate import evaluate_exits
+from cnmm.evaluation.task import task_of
+from cnmm.mixture import Mixture
+from cnmm.training.batches import Images
+from cnmm.training.config import TrainConfig
+from cnmm.training.optim import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the loop reports after a step."""
+
+    epoch: int
+    epochs: int
+    """All epochs of the training."""
+    step: int
+    """Steps done in this epoch."""
+    steps: int
+    """Steps of an epoch."""
+    loss: float
+    images_per_s: float
+    left_s: float
+    """Estimated time to the end of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochResult:
+    """One line of log.jsonl."""
+
+    epoch: int
+    loss: float
+    lr: float
+    images_per_s: float
+    entropy: float
+    """Mean entropy of the gates, in bits."""
+    metric: str
+    quality: dict[int, float]
+    """Per exit, on the held-out images (on the training images of the last batches if none are held out)."""
+
+
+class Meter:
+    """Images per second and time left, from a moving average of the time of a step."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+        self.step_s: float | None = None
+        self.images_per_s = 0.0
+        self.last = time.monotonic()
+
+    def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int) -> Progress:
+        now = time.monotonic()
+        elapsed, self.last = now - self.last, now
+        self.step_s = elapsed if self.step_s is None else 0.95 * self.step_s + 0.05 * elapsed
+        self.done += 1
+        self.images_per_s = batch / self.step_s
+        return Progress(
+            epoch=epoch,
+            epochs=self.total // steps,
+            step=step + 1,
+            steps=steps,
+            loss=loss,
+            images_per_s=self.images_per_s,
+            left_s=(self.total - self.done) * self.step_s,
+        )
+
+
+def epoch_result(
+    model: Mixture,
+    images: Images,
+    data: DataSet,
+    held_out: np.ndarray,
+    config: TrainConfig,
+    epoch: int,
+    losses: list[float],
+    meter: Meter,
+) -> EpochResult:
+    """Quality of every exit on the held-out images with the running statistics, and the state of the gates."""
+    metric, qualities = task_of(model.config).check_metric(None), {}
+    if len(held_out):
+        qualities = evaluate_exits(model, images.batches(data.train, held_out))
+        meter.last = time.monotonic()
+    return EpochResult(
+        epoch=epoch + 1,
+        loss=sum(losses) / len(losses),
+        lr=learning_rate(config, (epoch + 1) / config.epochs),
+        images_per_s=meter.images_per_s,
+        entropy=gate_entropy(model),
+        metric=metric,
+        quality={exit: quality.value for exit, quality in qualities.items()},
+    )
+
+
+def gate_entropy(model: Mixture) -> float:
+    """Mean entropy of the gates that decide something, in bits: 1 at the start, 0 when all are open or closed."""
+    if model.config.mixing == "sum":
+        return 0.0
+    base = {(sources[0], j) for j, sources in enumerate(model.lattice.inputs) if sources}
+    bits = [_bits(p) for edge, p in model.chain.detach().gates().items() if edge not in base]
+    return sum(bits) / len(bits) if bits else 0.0
+
+
+def _bits(p: float) -> float:
+    return -sum(q * math.log2(q) for q in (p, 1 - p) if q > 0)

@@ -1,0 +1,38 @@
+import pytest
+
+from cnmm.training.recipes import list_recipes, recipe
+
+
+def test_recipes_of_the_paper_are_the_papers():
+    for name in ("cifar10", "cifar100"):
+        config = recipe(name)
+        assert (config.epochs, config.batch_size, config.lr, config.weight_decay) == (300, 64, 0.1, 1e-4)
+        assert (config.momentum, config.nesterov, config.warmup, config.decay_all) == (0.9, False, 0.0, True)
+        assert (config.gates, config.temperature, config.exit_weights) == ("relaxed", 2.0, "linear")
+        assert config.ladder_start == 1.0
+    assert list_recipes() == ["quick", "cifar10", "cifar100"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs=0: a whole number"),
+        ({"batch_size": 1}, "at least 2 images"),
+        ({"lr": 0.0}, "lr=0.0: a positive number"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"ladder_start": 1.5}, "ladder_start=1.5: a number from 0 to 1"),
+        ({"gates": "soft"}, "gates='soft': allowed are expectation, relaxed, hard"),
+        ({"val": -1}, "val=-1"),
+        ({"workers": -1}, "workers=-1: zero, a whole number, or None"),
+        ({"workers": 1.5}, "workers=1.5: zero"),
+        ({"learning_rate": 1}, "unknown training option 'learning_rate'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        recipe("quick", **options)
+
+
+def test_unknown_recipes_list_the_known():
+    with pytest.raises(ValueError, match="unknown recipe 'slow': allowed are quick, cifar10, cifar100"):
+        recipe("slow")
