@@ -94,13 +94,13 @@ def early_exit(
         except ValueError as error:
             print(f"{average:>6}  {error}")
             continue
-        fixed, _ = in_batches(lambda x, point=point: session.predict(x, point=point.point), images)
+        fixed, _ = in_batches(lambda x, point=point: session.predict(x, point=point.name), images)
         ours, theirs = found == labels, fixed == labels
         p = p_value(int((ours & ~theirs).sum()), int((theirs & ~ours).sum()))
         row = {"asked": average, "spent": spent / budget, "accuracy": ours.mean(), "fixed": theirs.mean(), "p": p}
         rows.append(row | {"one_threshold": one_threshold(answers, labels, macs, spent)})
         words = f"{100 * ours.mean():10.2f} {100 * rows[-1]['one_threshold']:14.2f}        "
-        words += f"{point.point:>8} {point.macs / full:5.1%} {100 * theirs.mean():8.2f}"
+        words += f"{point.name:>8} {point.macs / full:5.1%} {100 * theirs.mean():8.2f}"
         print(f"{average:>6}  {100 * spent / full:5.1f} %  {spent / budget:8.3f}  {words}   {p:.1e}")
     return [{key: value if key == "asked" else float(value) for key, value in row.items()} for row in rows]
 

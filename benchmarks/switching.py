@@ -58,7 +58,7 @@ def memory_mb() -> float:
 
 def switching_cost(session: cnmm.Session, image: np.ndarray, rounds: int) -> float:
     """The same calls in random order over the same sorted by point."""
-    names = [point.point for point in session.points] * 6
+    names = [point.name for point in session.points] * 6
     rng = np.random.default_rng(0)
     mixed, sorted_ = [], []
     for _ in range(rounds):
@@ -75,7 +75,7 @@ def switching_cost(session: cnmm.Session, image: np.ndarray, rounds: int) -> flo
 def from_threads(session: cnmm.Session, images: np.ndarray, calls: int = 400) -> bool:
     """Do eight threads with random points give the serial answers?"""
     rng = np.random.default_rng(1)
-    names = [point.point for point in session.points]
+    names = [point.name for point in session.points]
     work = [(str(rng.choice(names)), int(rng.integers(len(images)))) for _ in range(calls)]
     alone = {job: session.predict(images[job[1]], point=job[0]).probabilities for job in set(work)}
     with ThreadPoolExecutor(8) as pool:
@@ -102,7 +102,7 @@ def main() -> None:
                 shape = (32, *session.input_size, session.channels)
                 images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
                 for point in session.points:
-                    session.predict(images[0], point=point.point)
+                    session.predict(images[0], point=point.name)
                 warm = memory_mb()
                 ratio = switching_cost(session, images[:1], arguments.rounds)
                 same = from_threads(session, images)

@@ -118,7 +118,7 @@ def stage_macs(config: MixtureConfig, point: OperatingPoint) -> dict[int, int]:
     table = CostTable.of(config)
     edges: set[tuple[int, int]] = set()
     spent, before = {}, 0
-    for number, exit in enumerate(reached_exits(config, point), start=1):
+    for number, exit in enumerate(reached_exits(config, table.lattice, point.exit, point.edges), start=1):
         edges |= table.lattice.exit_edges(exit, point.edges)
         total = table.total(edges, number).macs
         spent[exit], before = total - before, total

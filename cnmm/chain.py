@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cnmm._errors import UserError
@@ -144,6 +146,54 @@ def break_sticks(
             rest = rest * (1 - gate if passed is None else passed[i, j])
         weights[sources[0], j] = rest
     return weights
+
+
+def break_all_sticks(dag: Dag, edges: Iterable[Edge], gates_GE: torch.Tensor) -> dict[Edge, torch.Tensor]:
+    """`break_sticks` for all maps at once: weights [G] of the surviving edges from gates [G, all edges of the DAG]."""
+    import torch
+    from torch.nn.functional import pad
+
+    sticks = _Sticks.of(dag, frozenset(edges))
+    where, base = sticks.tensors(gates_GE.device)
+    # Newest input first. What follows the base of a shorter list has no gate (the last column) and no weight.
+    gates_GJI = pad(gates_GE, (0, 1))[:, where].masked_fill(base, 0)
+    rest_GJI = pad((1 - gates_GJI).cumprod(2)[:, :, :-1], (1, 0), value=1.0)
+    weights_GJI = torch.where(base, rest_GJI, gates_GJI * rest_GJI)
+    return dict(zip(sticks.edges, weights_GJI.flatten(1)[:, sticks.places].unbind(1), strict=True))
+
+
+@dataclass(frozen=True)
+class _Sticks:
+    """Where the gates of some edges stand in a table with a row for every map, its inputs from new to old."""
+
+    edges: tuple[Edge, ...]
+    places: tuple[int, ...]
+    """Of each edge in the flattened table."""
+    rows: tuple[tuple[int, ...], ...]
+    """Which gate it is; -1 behind the last."""
+    sizes: tuple[int, ...]
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, dag: Dag, edges: frozenset[Edge]) -> _Sticks:
+        lists: dict[int, list[Edge]] = {}
+        for edge in sorted(edges, reverse=True):
+            lists.setdefault(edge[1], []).append(edge)
+        width = max(map(len, lists.values()))
+        return cls(
+            edges=tuple(edge for row in lists.values() for edge in row),
+            places=tuple(r * width + k for r, row in enumerate(lists.values()) for k in range(len(row))),
+            rows=tuple((*(dag.edge_index[edge] for edge in row), *[-1] * (width - len(row))) for row in lists.values()),
+            sizes=tuple(map(len, lists.values())),
+        )
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows, and where the base of each is."""
+        import torch
+
+        where = torch.tensor(self.rows, device=device)
+        last = torch.tensor(self.sizes, device=device)[:, None] - 1
+        return where, torch.arange(where.shape[1], device=device) == last
 
 
 def flow(dag: Dag, weights: Mapping[Edge, Value]) -> dict[Edge, Value]:

@@ -133,6 +133,15 @@ def build_lattice(config: MixtureConfig) -> Lattice:
     return Lattice(inputs=tuple(inputs), exits=tuple(coarsest), blocks=blocks, scales=scales)
 
 
+def reached_exits(
+    config: MixtureConfig, dag: Dag, exit: int | None = None, edges: Iterable[Edge] | None = None
+) -> tuple[int, ...]:
+    """The exits up to one that a set of edges (default all) reaches and that have a classifier: those of a cascade."""
+    exit = dag.check_exit(exit)
+    first = min(i for i, j in dag.exit_edges(exit, edges) if j == dag.output)
+    return tuple(k for k in config.exit_numbers if k <= exit and dag.exits[k - 1] >= first)
+
+
 def stem_sizes(config: MixtureConfig, size: Sequence[int]) -> list[tuple[int, int]]:
     """Height and width of the image, after the stem's convolution and after the stem (H_1)."""
     sizes = [(size[0], size[1])]
@@ -190,13 +199,6 @@ def network_point(dag: Dag, network: Network, exit: int | None = None) -> Operat
     if network[0] != 0 or network[-1] != dag.output:
         raise UserError(f"network {network}: it must lead from 0 to {dag.output}")
     return OperatingPoint(exit=exit, edges=frozenset(edges), name=f"e{exit}n{'-'.join(map(str, network))}")
-
-
-def reached_exits(config: MixtureConfig, point: OperatingPoint) -> tuple[int, ...]:
-    """The exits that a point's edges reach, up to its own."""
-    lattice = build_lattice(config)
-    first = min(i for i, j in lattice.exit_edges(point.exit, point.edges) if j == lattice.output)
-    return tuple(k for k in config.exit_numbers if k <= point.exit and lattice.exits[k - 1] >= first)
 
 
 def path_edges(network: Network) -> list[Edge]:

@@ -1,34 +1,45 @@
 """The mixture as one network: every map, every exit, at any operating point (paper, sections 3.2 to 3.4).
 
 The operating point is an argument of the pass, never a state of the module: two threads may run two points at once.
+
+A pass is a loop over stages, which anyone may write: `run_stem`, then `run_map` for every surviving map in order, then
+`run_exit` (`forward_exits` is one such loop, the measuring engine another). What a map gives depends only on the
+images, on the surviving edges among its ancestors, and on the gates.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal, cast
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cnmm import blocks
+from cnmm import blocks, fused
 from cnmm._errors import UserError
-from cnmm.chain import Chain, initial_logits
+from cnmm.chain import Chain, break_all_sticks, initial_logits
 from cnmm.config import Gates, MixtureConfig, Preprocessing, check_input_size
 from cnmm.cost import classifier_sizes
-from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes
+from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes, reached_exits
 from cnmm.prune import check_classifier
 
 Part = Literal["kept", "pooled", "whole"]
 Parts = dict[Part, Tensor | blocks.Read]
-"""What others read of a node: its shared part with its moments, at the map's own resolution ("kept") or at half of it,
-and "whole", the tensor that a classifier's output reads of the map itself. Of the output it is the logits."""
-Visit = Callable[[int, Callable[[], Parts]], Parts]
-"""Stands between a pass and the nodes that it computes: called with each node and the function that computes it."""
+"""What others read of a node: its shared part with its moments, at the map's own resolution ("kept") or at half of it
+("pooled"), and "whole", what the output of a classifier reads of the map itself."""
+
+
+class Output(NamedTuple):
+    """The output H_T at one exit."""
+
+    logits: Tensor
+    mixed: dict[int, Tensor]
+    """By scale: the mixture of the maps so far, at their own resolution. A later exit of the same pass goes on here."""
+    sources: tuple[int, ...]
+    """The maps in it."""
 
 
 class Map(nn.Module):
@@ -109,6 +120,24 @@ class Mixture(nn.Module):
             raise UserError("mixing='sum' has no gates, so no distribution over networks and no cutting")
         return Chain(self.lattice, self.gate_logits)
 
+    def map_module(self, node: int) -> Map:
+        """The parameters of a map and of the edges into it."""
+        return cast(Map, self.maps[str(node)])
+
+    def output_module(self, node: int) -> tuple[blocks.Mix | blocks.VectorOutput, int]:
+        """The parameters of the edges into the output at a map's scale, and which of these edges is the map's."""
+        scale = self.lattice.scale(node)
+        feeding = [i for i in self.lattice.inputs[self.lattice.output] if self.lattice.scale(i) == scale]
+        return cast(blocks.Mix | blocks.VectorOutput, self.outputs[str(scale)]), feeding.index(node)
+
+    def statistics_of(self, node: int) -> list[blocks.Statistics]:
+        """The running statistics that computing a node reads and updates: 0 is the stem."""
+        return [self.stem_statistics] if node == 0 else _statistics_in(self.maps[str(node)])
+
+    def statistics_of_exit(self, exit: int) -> list[blocks.Statistics]:
+        """Those of the output, which all exits share, and of the exit's own classifier."""
+        return _statistics_in(self.outputs) + _statistics_in(self.classifiers[str(exit)])
+
     def forward(
         self,
         x: Tensor,
@@ -129,8 +158,9 @@ class Mixture(nn.Module):
         """
         exit = check_classifier(self.config, self.lattice, point.exit if point else None)
         edges = self.live_edges(point)
-        values = self._draw(gates, x, group, temperature, generator)
-        return self._run(x, edges, (exit,), values, update_statistics)[exit]
+        self.check_images(x)
+        values = self.gate_values(len(x), gates, group=group, temperature=temperature, generator=generator)
+        return self._pass(x, edges, (exit,), values, update_statistics)[exit]
 
     def forward_exits(
         self,
@@ -145,23 +175,109 @@ class Mixture(nn.Module):
     ) -> dict[int, Tensor]:
         """Logits of every exit from one pass and one draw of the gates; of a point, those of the exits it reaches."""
         edges = self.live_edges(point)
-        last = point.exit if point else self.lattice.num_exits
-        first = min(i for i, j in edges if j == self.lattice.output)
-        exits = [k for k in self.config.exit_numbers if k <= last and self.lattice.exits[k - 1] >= first]
-        values = self._draw(gates, x, group, temperature, generator)
-        return self._run(x, edges, tuple(exits), values, update_statistics)
+        exits = reached_exits(self.config, self.lattice, point.exit if point else None, edges)
+        self.check_images(x)
+        values = self.gate_values(len(x), gates, group=group, temperature=temperature, generator=generator)
+        return self._pass(x, edges, exits, values, update_statistics)
 
-    def forward_visited(
-        self, x: Tensor, point: OperatingPoint, visit: Visit, also: frozenset[Edge] = frozenset()
-    ) -> Tensor:
-        """Logits at a point by expectation, where `visit` may keep the parts of a node for another pass.
+    def _pass(
+        self, x: Tensor, edges: frozenset[Edge], exits: Iterable[int], gates_GE: Tensor | None, update: bool
+    ) -> dict[int, Tensor]:
+        """Logits of the exits: every surviving map in order, and each exit as soon as its block is done."""
+        weights = self.mixing_weights(edges, gates_GE)
+        readers: dict[int, list[Edge]] = {}
+        for edge in edges:
+            readers.setdefault(edge[0], []).append(edge)
+        parts = {0: self.run_stem(x, update=update)}
+        output = None
+        logits: dict[int, Tensor] = {}
+        for exit in exits:
+            for node in sorted({j for _, j in edges if j <= self.lattice.exits[exit - 1]} - parts.keys()):
+                parts[node] = self.run_map(node, parts, weights, readers[node], update=update)
+            size = (x.shape[2], x.shape[3])
+            output = self.run_exit(exit, parts, edges, gates_GE, size, before=output, update=update)
+            logits[exit] = output.logits
+        return logits
 
-        The parts of a map depend only on the images, the surviving edges among its ancestors, and which of them are
-        read: by edges of the point, or by edges `also` out of its maps.
+    def run_stem(self, x: Tensor, *, update: bool = True) -> Parts:
+        """The first convolution, for images that `check_images` accepts: what map 1 reads."""
+        x = x if x.dtype == torch.bfloat16 else x.to(self.stem.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        stride = 1 if self.config.stem_stride == 1 else 2
+        h = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
+        return {"kept": self.stem_statistics.read(h, update=update)}
+
+    def run_map(
+        self,
+        node: int,
+        parts: Mapping[int, Parts],
+        weights: Mapping[Edge, Tensor],
+        readers: Iterable[Edge],
+        *,
+        update: bool = True,
+    ) -> Parts:
+        """One map from the parts of its inputs, mixed by the weights of the surviving edges: what `readers` read of it.
+
+        `update`: in training mode, the running statistics of this map take a step.
         """
-        exit = check_classifier(self.config, self.lattice, point.exit)
-        values = self._draw("expectation", x, None, 1.0, None)
-        return self._run(x, self.live_edges(point), (exit,), values, True, visit, also)[exit]
+        this = self.map_module(node)
+        index = [k for k, i in enumerate(this.sources) if (i, node) in weights]
+        sources = [this.sources[k] for k in index]
+        inputs = [cast(blocks.Read, parts[i][self._reads((i, node))]) for i in sources]
+        mix_GE = torch.stack([weights[i, node] for i in sources], -1)
+        h = this.mix(inputs, index, mix_GE, update=update)
+        if node == 1 and self.config.stem_stride == 4:
+            h = blocks.pool(h, largest=True)
+        kinds = {self._reads(edge) for edge in readers}
+        result: Parts = {}
+        if spread := kinds - {"whole"}:
+            result.update(this.spread(h, spread, largest=self.config.task == "segmentation", update=update))
+        if "whole" in kinds:
+            output, position = self.output_module(node)
+            assert isinstance(output, blocks.VectorOutput)
+            result["whole"] = output.pool(h, position, this.statistics, update=update and not spread)
+        return result
+
+    def run_exit(
+        self,
+        exit: int,
+        parts: Mapping[int, Parts],
+        edges: Iterable[Edge],
+        gates_GE: Tensor | None,
+        size: tuple[int, int],
+        *,
+        before: Output | None = None,
+        update: bool = True,
+    ) -> Output:
+        """The output at an exit, Eq. (7) with s_t = T, and its classifier's answer for images of a height and width.
+
+        `before`, the output at an earlier exit of the same pass: only the maps since then are mixed in, so that every
+        edge into the output is evaluated once.
+        """
+        lattice, T = self.lattice, self.lattice.output
+        sources = sorted(i for i, j in edges if j == T and i <= lattice.exits[exit - 1])
+        weights = self.mixing_weights([(i, T) for i in sources], gates_GE)
+        mixed = dict(before.mixed) if before else {}
+        new = [i for i in sources if not before or i not in before.sources]
+        if mixed and new and gates_GE is not None:
+            left = (1 - gates_GE[:, [lattice.edge_index[i, T] for i in new]]).prod(1)
+            mixed = {scale: h * _per_image(left, h) for scale, h in mixed.items()}
+        for scale in sorted({lattice.scale(i) for i in new}):
+            here = [i for i in new if lattice.scale(i) == scale]
+            mix_GE = torch.stack([weights[i, T] for i in here], -1)
+            inputs, index = [parts[i][self._reads((i, T))] for i in here], [self.output_module(i)[1] for i in here]
+            h = self.outputs[str(scale)](inputs, index, mix_GE, update=update)
+            mixed[scale] = mixed[scale] + h if scale in mixed else h
+        return Output(self._classify(exit, mixed, size, update), mixed, tuple(sources))
+
+    def _classify(self, exit: int, mixed: Mapping[int, Tensor], size: tuple[int, int], update: bool) -> Tensor:
+        classifier = self.classifiers[str(exit)]
+        if self.config.task == "classification":
+            (h,) = mixed.values()
+            return cast(Tensor, classifier(h))
+        first = map_sizes(self.config, size)[0]
+        h = functools.reduce(torch.add, (blocks.upsample(h, first) for h in mixed.values()))
+        return cast(Tensor, classifier(h, classifier_sizes(self.config, size), update=update))
 
     @torch.no_grad()
     def monte_carlo(
@@ -189,7 +305,7 @@ class Mixture(nn.Module):
                 temperature=temperature,
                 generator=generator,
             )
-            total = total + logits.softmax(1, dtype=blocks.wide(logits))
+            total = total + logits.softmax(1, dtype=fused.wide(logits))
         return total / num_samples
 
     def live_edges(self, point: OperatingPoint | None = None) -> frozenset[Edge]:
@@ -212,17 +328,17 @@ class Mixture(nn.Module):
     def _width(self, node: int) -> int:
         return channels(self.config, self.lattice.scale(node))
 
-    def _draw(
+    def gate_values(
         self,
-        gates: Gates | Tensor,
-        x: Tensor,
-        group: int | None,
-        temperature: float,
-        generator: torch.Generator | None,
+        num: int,
+        gates: Gates | Tensor = "expectation",
+        *,
+        group: int | None = None,
+        temperature: float = 2.0,
+        generator: torch.Generator | None = None,
     ) -> Tensor | None:
-        """Gate values [G, edges], G a divisor of the number of images."""
-        self._check_images(x)
-        num, num_edges = x.shape[0], len(self.lattice.edges)
+        """Gate values [G, edges] of a pass on `num` images, G a divisor of it; None: this mixture has no gates."""
+        num_edges = len(self.lattice.edges)
         if self.config.mixing == "sum":
             if isinstance(gates, Tensor) or gates != "expectation":
                 raise UserError("mixing='sum' has no gates to sample; leave gates='expectation'")
@@ -251,7 +367,8 @@ class Mixture(nn.Module):
         equal = math.gcd(num, group)  # groups of equal size, where the last one would be smaller
         return values.repeat_interleave(group // equal, 0)[: num // equal]
 
-    def _check_images(self, x: Tensor) -> None:
+    def check_images(self, x: Tensor) -> None:
+        """Refuses what a pass cannot take."""
         config = self.config
         if x.dim() != 4 or not x.is_floating_point():
             wanted = f"float images [N, {config.in_chans}, height, width] are needed"
@@ -269,175 +386,21 @@ class Mixture(nn.Module):
         if x.shape[0] < least:
             raise UserError(f"a batch of {x.shape[0]} images: training needs at least {least}, or call model.eval()")
 
-    def _run(
-        self,
-        x: Tensor,
-        edges: frozenset[Edge],
-        exits: tuple[int, ...],
-        gates: Tensor | None,
-        update: bool,
-        visit: Visit = lambda node, compute: compute(),
-        also: frozenset[Edge] = frozenset(),
-    ) -> dict[int, Tensor]:
-        """Evaluates the edges, map after map, and the exits as soon as their block is done.
-
-        What edges `also` read of the maps is computed, too, but not those edges.
-        """
-        lattice = self.lattice
-        weights = self._weights(edges, gates)
-        output = _Output(self, edges, gates, x, update)
-        readers: dict[int, list[Edge]] = {}
-        for edge in edges | also:
-            readers.setdefault(edge[0], []).append(edge)
-        parts: dict[int, Parts] = {0: visit(0, functools.partial(self._stem, x, update))}
-        maps: dict[int, Tensor | blocks.Read] = {}  # what the output reads of the maps since the last exit
-        logits: dict[int, Tensor] = {}
-        alive = {j for _, j in edges}
-        for node in range(1, lattice.exits[exits[-1] - 1] + 1):
-            if node in alive:
-                compute = functools.partial(self._map, node, parts, weights, readers.get(node, ()), output, update)
-                parts[node] = visit(node, compute)
-                if (node, lattice.output) in edges:
-                    maps[node] = parts[node][self._reads((node, lattice.output))]
-            if node in lattice.exits and lattice.exits.index(node) + 1 in exits:
-                exit = lattice.exits.index(node) + 1
-                answer = visit(lattice.output, functools.partial(output.exit, exit, maps))
-                logits[exit] = cast(Tensor, answer["whole"])
-        return logits
-
     def _reads(self, edge: Edge) -> Part:
         """What an edge reads of its map: H_i itself as the output of a classifier does, or its shared part."""
         if edge[1] == self.lattice.output:
             return "whole" if self.config.task == "classification" else "kept"
         return "pooled" if edge[0] and self.lattice.falls(edge) else "kept"
 
-    def _stem(self, x: Tensor, update: bool) -> Parts:
-        x = x if x.dtype == torch.bfloat16 else x.to(self.stem.dtype)
-        x = x.contiguous(memory_format=torch.channels_last)
-        stride = 1 if self.config.stem_stride == 1 else 2
-        h = F.conv2d(x, self.stem.to(x.dtype), stride=stride, padding=1)
-        return {"kept": self.stem_statistics.read(h, update=update)}
-
-    def _map(
-        self,
-        node: int,
-        parts: Mapping[int, Parts],
-        weights: Mapping[Edge, Tensor],
-        readers: Iterable[Edge],
-        output: _Output,
-        update: bool,
-    ) -> Parts:
-        """One map from the parts of its inputs: what its readers read of it."""
-        this = cast(Map, self.maps[str(node)])
-        index = [k for k, i in enumerate(this.sources) if (i, node) in weights]
-        sources = [this.sources[k] for k in index]
-        inputs = [parts[i][self._reads((i, node))] for i in sources]
-        mix_GE = torch.stack([weights[i, node] for i in sources], -1)
-        h = this.mix(inputs, index, mix_GE, update=update)
-        if node == 1 and self.config.stem_stride == 4:
-            h = blocks.pool(h, largest=True)
-        kinds = {self._reads(edge) for edge in readers}
-        result: Parts = {}
-        if spread := kinds - {"whole"}:
-            result.update(this.spread(h, spread, largest=self.config.task == "segmentation", update=update))
-        if "whole" in kinds:
-            result["whole"] = output.read(node, h, this.statistics, update=update and not spread)
-        return result
-
-    def _weights(self, edges: Iterable[Edge], gates_GE: Tensor | None) -> dict[Edge, Tensor]:
-        """Mixing weights [G] of the edges: `break_sticks` for all maps at once; deterministic variant: all ones."""
-        edges = frozenset(edges)
+    def mixing_weights(self, edges: Iterable[Edge], gates_GE: Tensor | None) -> dict[Edge, Tensor]:
+        """w[i, j] of surviving edges for each of the G rows of gate values; deterministic variant: all ones."""
         if gates_GE is None:
             return dict.fromkeys(edges, self.stem.new_ones(1))
-        sticks = _Sticks.of(self.lattice, edges)
-        where, base = sticks.tensors(gates_GE.device)
-        # Newest input first. What follows the base of a shorter list has no gate (the last column) and no weight.
-        gates_GJI = F.pad(gates_GE, (0, 1))[:, where].masked_fill(base, 0)
-        rest_GJI = F.pad((1 - gates_GJI).cumprod(2)[:, :, :-1], (1, 0), value=1.0)
-        weights_GJI = torch.where(base, rest_GJI, gates_GJI * rest_GJI)
-        return dict(zip(sticks.edges, weights_GJI.flatten(1)[:, sticks.places].unbind(1), strict=True))
+        return break_all_sticks(self.lattice, edges, gates_GE)
 
 
-@dataclass(frozen=True)
-class _Sticks:
-    """Where the gates of some edges stand in a table with a row for every map, its inputs from new to old."""
-
-    edges: tuple[Edge, ...]
-    places: tuple[int, ...]
-    """Of each edge in the flattened table."""
-    rows: tuple[tuple[int, ...], ...]
-    """Which gate it is; -1 behind the last."""
-    sizes: tuple[int, ...]
-
-    @classmethod
-    @functools.lru_cache(maxsize=256)
-    def of(cls, lattice: Lattice, edges: frozenset[Edge]) -> _Sticks:
-        number = {edge: k for k, edge in enumerate(lattice.edges)}
-        lists: dict[int, list[Edge]] = {}
-        for edge in sorted(edges, reverse=True):
-            lists.setdefault(edge[1], []).append(edge)
-        width = max(map(len, lists.values()))
-        return cls(
-            edges=tuple(edge for row in lists.values() for edge in row),
-            places=tuple(r * width + k for r, row in enumerate(lists.values()) for k in range(len(row))),
-            rows=tuple((*(number[edge] for edge in row), *[-1] * (width - len(row))) for row in lists.values()),
-            sizes=tuple(map(len, lists.values())),
-        )
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rows, and where the base of each is."""
-        where = torch.tensor(self.rows, device=device)
-        last = torch.tensor(self.sizes, device=device)[:, None] - 1
-        return where, torch.arange(where.shape[1], device=device) == last
-
-
-class _Output:
-    """The output H_T of one pass, exit after exit: Eq. (7) with s_t = T. Every edge into it is evaluated once."""
-
-    def __init__(
-        self, model: Mixture, edges: frozenset[Edge], gates_GE: Tensor | None, x: Tensor, update: bool
-    ) -> None:
-        self.model, self.gates_GE, self.x, self.update = model, gates_GE, x, update
-        self.lattice = model.lattice
-        self.sources = sorted(i for i, j in edges if j == self.lattice.output)
-        self.mixed: dict[int, Tensor] = {}  # by scale: the mixture of the inputs so far, at their own resolution
-
-    def read(self, node: int, h: Tensor, statistics: blocks.Statistics, *, update: bool) -> Tensor:
-        """BN-ReLU-GP of a map, for classification."""
-        output = cast(blocks.VectorOutput, self.model.outputs[str(self.lattice.scale(node))])
-        return output.pool(h, self._position(node), statistics, update=update)
-
-    def exit(self, exit: int, maps: dict[int, Tensor | blocks.Read]) -> Parts:
-        """Mixes the maps in that have come since the last exit (and forgets them), then classifies."""
-        model, lattice = self.model, self.lattice
-        T = lattice.output
-        seen = [i for i in self.sources if i <= lattice.exits[exit - 1]]
-        weights = model._weights([(i, T) for i in seen], self.gates_GE)
-        if self.mixed and self.gates_GE is not None and maps:
-            left = (1 - self.gates_GE[:, [lattice.edges.index((i, T)) for i in maps]]).prod(1)
-            for scale, h in self.mixed.items():
-                self.mixed[scale] = h * _per_image(left, h)
-        for scale in sorted({lattice.scale(i) for i in maps}):
-            new = [i for i in sorted(maps) if lattice.scale(i) == scale]
-            mix_GE = torch.stack([weights[i, T] for i in new], -1)
-            inputs, index = [maps[i] for i in new], [self._position(i) for i in new]
-            h = model.outputs[str(scale)](inputs, index, mix_GE, update=self.update)
-            self.mixed[scale] = self.mixed[scale] + h if scale in self.mixed else h
-        maps.clear()
-        classifier = model.classifiers[str(exit)]
-        if model.config.task == "classification":
-            (h,) = self.mixed.values()
-            return {"whole": classifier(h)}
-        size = (self.x.shape[2], self.x.shape[3])
-        first = map_sizes(model.config, size)[0]
-        h = functools.reduce(torch.add, (blocks.upsample(h, first) for h in self.mixed.values()))
-        sizes = classifier_sizes(model.config, size)
-        return {"whole": classifier(h, sizes, update=self.update)}
-
-    def _position(self, node: int) -> int:
-        """Which of its scale's edges into the output this map's is."""
-        scale = self.lattice.scale(node)
-        return [i for i in self.lattice.inputs[self.lattice.output] if self.lattice.scale(i) == scale].index(node)
+def _statistics_in(module: nn.Module) -> list[blocks.Statistics]:
+    return [part for part in module.modules() if isinstance(part, blocks.Statistics)]
 
 
 def _per_image(values_G: Tensor, like: Tensor) -> Tensor:

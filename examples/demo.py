@@ -76,9 +76,7 @@ def trace(run: Run) -> Frontier:
         table.add_column(column, justify="left" if column == "point" else "right")
     for point in frontier.envelope():
         share = f"{point.macs / frontier.full_macs:.0%}"
-        table.add_row(
-            point.point, short_count(point.macs), share, f"{point.accuracy:.1%}", f"{point.test_accuracy:.1%}"
-        )
+        table.add_row(point.name, short_count(point.macs), share, f"{point.quality:.1%}", f"{point.test_quality:.1%}")
     out.print(table)
     for name, budget in (("full", "100%"), ("cut", "50%")):
         chosen = cnmm.named_point(run.model, frontier.choose(budget).point)

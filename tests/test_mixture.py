@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import statistics
 import threading
@@ -10,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cnmm import blocks, create_model, cutting_order, list_models, named_point, network_point
+from cnmm import blocks, create_model, cutting_order, fused, list_models, named_point, network_point
 from cnmm.chain import break_sticks
+from cnmm.lattice import reached_exits
 from tests.matching import gradient_pairs, reference_of, statistics_pairs
 from tests.reference import enumerate_networks, run_network
 
@@ -226,7 +228,7 @@ def test_three_training_steps_are_the_references(name, group):
 def recorded_branches():
     """Records which side of its kink every activation took and which pixel every maximum."""
     branches, pool = [], F.max_pool2d
-    original = blocks.activate
+    original = fused.activate
 
     def activate(x, slope):
         branches.append(x > 0)
@@ -243,7 +245,7 @@ def recorded_branches():
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "activate", activate)
+        patch.setattr(fused, "activate", activate)
         patch.setattr(F, "max_pool2d", max_pool2d)
         yield branches
     handle.remove()
@@ -343,11 +345,94 @@ def test_weights_of_all_maps_at_once_are_broken_sticks(name):
     gates[0] = gates[0].round()  # zeros and ones, too
     for exit in model.config.exit_numbers:
         for point in cutting_order(model, exit)[::5]:
-            found = model._weights(point.edges, gates)
+            found = model.mixing_weights(point.edges, gates)
             for g in range(3):
                 wanted = break_sticks(point.edges, dict(zip(model.lattice.edges, gates[g].tolist(), strict=True)))
                 assert found.keys() == wanted.keys()
                 assert all(abs(found[edge][g].item() - wanted[edge]) < 1e-12 for edge in wanted)
+
+
+def loop_over_stages(model, x, point, values):
+    """A pass as anyone may write it: the stem, every map as soon as its inputs are there, every exit on its own."""
+    edges = model.live_edges(point)
+    weights = model.mixing_weights(edges, values)
+    parts = {0: model.run_stem(x)}
+    for node in sorted({j for _, j in edges} - {model.lattice.output}):
+        parts[node] = model.run_map(node, parts, weights, [edge for edge in edges if edge[0] == node])
+    exits = reached_exits(model.config, model.lattice, point.exit, edges)
+    return {exit: model.run_exit(exit, parts, edges, values, x.shape[2:]).logits for exit in exits}
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_loop_over_the_stages_is_a_pass(name, gates):
+    """Also that an exit on its own equals an exit that goes on from the one before it."""
+    model = scrambled(name, training=False)
+    mode, group = GATES[gates]
+    x, _ = some_data(model)
+    with torch.no_grad():
+        for point in cutting_order(model)[::6]:
+            values = gate_values(model, mode, group)
+            expected = model.forward_exits(x, point, gates=values, group=group)
+            found = loop_over_stages(model, x, point, model.gate_values(len(x), values, group=group))
+            assert found.keys() == expected.keys()
+            for exit, logits in expected.items():
+                assert_close(exit, found[exit], logits, relative=1e-10)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_map_gives_what_its_readers_read(name):
+    model = scrambled(name, training=False)
+    x, _ = some_data(model, batch=2)
+    lattice = model.lattice
+    full = named_point(model, f"e{lattice.num_exits}c0")
+    weights = model.mixing_weights(full.edges, model.gate_values(2))
+    parts = {0: model.run_stem(x)}
+    with torch.no_grad():
+        for node in range(1, lattice.output):
+            readers = [edge for edge in full.edges if edge[0] == node]
+            parts[node] = model.run_map(node, parts, weights, readers)
+            for edge in readers:
+                alone = model.run_map(node, parts, weights, [edge])
+                assert len(alone) == 1
+                assert alone.keys() <= parts[node].keys()
+            assert model.run_map(node, parts, weights, []) == {}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_statistic_belongs_to_one_node_or_exit_and_only_its_stage_moves_it(name):
+    model = scrambled(name)
+    x, _ = some_data(model)
+    lattice, exits = model.lattice, model.config.exit_numbers
+    nodes = [model.statistics_of(node) for node in range(lattice.output)]
+    per_exit = [model.statistics_of_exit(exit) for exit in exits]
+    everywhere = [module for module in model.modules() if isinstance(module, blocks.Statistics)]
+    assert sum(map(len, nodes)) + len(set().union(*per_exit)) == len(everywhere)
+    assert set().union(*nodes, *per_exit) == set(everywhere)
+
+    def moved(stage):
+        before = [module.mean.clone() for module in everywhere]
+        result = stage()
+        pairs = zip(everywhere, before, strict=True)
+        return result, {module for module, mean in pairs if not torch.equal(module.mean, mean)}
+
+    gates, edges = model.gate_values(len(x)), lattice.exit_edges()
+    weights = model.mixing_weights(edges, gates)
+    parts = {}
+    with torch.no_grad():
+        parts[0], changed = moved(lambda: model.run_stem(x))
+        assert changed == set(model.statistics_of(0))
+        for node in range(1, lattice.output):
+            readers = [edge for edge in edges if edge[0] == node]
+            for update in (False, True):
+                stage = functools.partial(model.run_map, node, parts, weights, readers, update=update)
+                parts[node], changed = moved(stage)
+                assert bool(changed) == update
+                assert changed <= set(model.statistics_of(node))
+        for exit in exits:
+            _, changed = moved(functools.partial(model.run_exit, exit, parts, edges, gates, x.shape[2:]))
+            assert changed
+            assert changed <= set(model.statistics_of_exit(exit))
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -389,7 +474,7 @@ def test_every_network_of_a_small_mixture_can_be_run_alone(exit):
     ],
 )
 def test_with_affine_blocks_the_expectation_is_the_mean_of_the_enumerated_mixture(name, options, cuts, monkeypatch):
-    monkeypatch.setattr(blocks, "activate", lambda x, slope: x)
+    monkeypatch.setattr(fused, "activate", lambda x, slope: x)
     model = scrambled(name, training=False, **options)
     x, _ = some_data(model, batch=2)
     with torch.no_grad():

@@ -66,7 +66,7 @@ def test_slim_is_the_chosen_point_with_its_statistics(run, tmp_path, capsys):
 
 
 def test_a_point_that_was_not_stored_is_estimated_from_images(run, tmp_path, capsys):
-    stored = {point.point for point in cnmm.Frontier.load(run / "frontier.json").envelope()}
+    stored = {point.name for point in cnmm.Frontier.load(run / "frontier.json").envelope()}
     name = next(point.name for point in cnmm.cutting_order(cnmm.load(run)) if point.name not in stored)
     assert ask(capsys, "slim", run, "--point", name, "-o", tmp_path / "a")["point"] == name
     error = complaint(capsys, "slim", run, "--point", name, "--data", "fashion:/nowhere", "-o", tmp_path / "b")

@@ -11,7 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from cnmm.cost import CostTable
 from cnmm.evaluation.task import Quality, task_of
 from cnmm.lattice import Edge, OperatingPoint
 from cnmm.mixture import Mixture, Parts
+from cnmm.prune import check_classifier
 
 MEMO_BYTES = 2**30
 """Memory for maps that later points of the same batch may need."""
@@ -32,6 +33,8 @@ class _Node:
     """A node with certain surviving ancestors, the same in all points that have it."""
 
     node: int
+    exit: int
+    """Of the output, whose classifiers differ by exit; 0 for the maps."""
     into: tuple[Edge, ...]
     buffers: tuple[str, ...]
     """Names of its statistics in the mixture's state."""
@@ -59,6 +62,7 @@ class Engine:
         """Re-estimated statistics by key."""
         self._numbers: dict[tuple[int, ...], int] = {}
         self._live = dict(self.model.named_buffers())
+        self._names = {buffer: name for name, buffer in self._live.items()}
         self._own = {name: buffer.clone() for name, buffer in self._live.items()}
         self._statistics = [module for module in self.model.modules() if isinstance(module, Statistics)]
 
@@ -114,11 +118,12 @@ class Engine:
 
     def _take_in(self, point: OperatingPoint) -> dict[int, int]:
         """Keys of the nodes of a point."""
+        check_classifier(self.model.config, self.model.lattice, point.exit)
         edges = sorted(self.model.live_edges(point), key=lambda edge: edge[::-1])
         keys = {0: self._number(0, (), 0, {})}
         for node, into in itertools.groupby(edges, key=lambda edge: edge[1]):
             sources = tuple(i for i, _ in into)
-            exit = point.exit if node == self.model.lattice.output else 0  # exits have classifiers of their own
+            exit = point.exit if node == self.model.lattice.output else 0
             keys[node] = self._number(node, sources, exit, keys)
         for i, j in edges:
             self.nodes[keys[i]].readers.add((i, j))
@@ -127,18 +132,16 @@ class Engine:
     def _number(self, node: int, sources: tuple[int, ...], exit: int, keys: Mapping[int, int]) -> int:
         key = self._numbers.setdefault((node, exit, *(keys[i] for i in sources)), len(self._numbers))
         if key not in self.nodes:
-            prefixes: tuple[str, ...] = ("stem_statistics.",) if node == 0 else (f"maps.{node}.",)
-            if exit:
-                prefixes = "outputs.", f"classifiers.{exit}."
-            buffers = tuple(name for name in self._own if name.startswith(prefixes))
+            statistics = self.model.statistics_of_exit(exit) if exit else self.model.statistics_of(node)
+            buffers = tuple(self._names[buffer] for module in statistics for buffer in module.buffers())
             into = tuple((i, node) for i in sources)
-            self.nodes[key] = _Node(node=node, into=into, buffers=buffers, readers=set())
+            self.nodes[key] = _Node(node=node, exit=exit, into=into, buffers=buffers, readers=set())
         return key
 
     def _macs(self, key: int) -> int:
         node, costs = self.nodes[key], self.costs
         macs = sum(costs.edges[edge].macs for edge in node.into)
-        if node.node == self.model.lattice.output:
+        if node.exit:
             return macs + costs.classifier.macs
         return macs + (costs.shared[node.node].macs if any(map(costs.reads_shared, node.readers)) else 0)
 
@@ -146,37 +149,40 @@ class Engine:
         self, points: Sequence[OperatingPoint], images: Tensor, known: dict[int, dict[str, Tensor]]
     ) -> Iterator[tuple[OperatingPoint, Tensor]]:
         """Logits of all points on one batch. In training mode, what the batch tells goes into `known`."""
+        self.model.check_images(images)
+        gates = self.model.gate_values(len(images))
         memo = _Memo(self.memo_bytes, (key for point in points for key in self.keys[point].values()))
         learned: set[int] = set()
-
-        def compute(key: int, function: Callable[[], Parts]) -> Parts:
-            """A node with its own statistics; computed anew when the memory was short, it learns nothing twice."""
-            names = self.nodes[key].buffers
-            source = known.get(key, self._own)
-            for name in names:
-                self._live[name].copy_(source[name])
-            parts = function()
-            self.evaluated_macs += self._macs(key) * len(images)
-            if self.model.training and key not in learned:
-                known[key] = {name: self._live[name].clone() for name in names}
-                learned.add(key)
-            return parts
-
         for point in points:
-            keys = self.keys[point]
-            also = frozenset(edge for key in keys.values() for edge in self.nodes[key].readers)
-            visit = partial(_visit, memo, keys, compute)
-            yield point, self.model.forward_visited(images, point, visit, also)
+            parts: dict[int, Parts] = {}
+            for node, key in self.keys[point].items():  # in the order of computation, the output last
+                done = memo.take(key)
+                if done is None:
+                    self._set_statistics(key, known)
+                    done = self._compute(key, images, parts, gates)
+                    if self.model.training and key not in learned:  # computed anew for want of memory: not twice
+                        known[key] = {name: self._live[name].clone() for name in self.nodes[key].buffers}
+                        learned.add(key)
+                memo.keep(key, done)
+                parts[node] = done
+            yield point, cast(Tensor, parts[self.model.lattice.output]["whole"])
 
+    def _set_statistics(self, key: int, known: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Puts a node's own statistics into the model: what is known of it, or else the trained ones."""
+        source = known.get(key, self._own)
+        for name in self.nodes[key].buffers:
+            self._live[name].copy_(source[name])
 
-def _visit(
-    memo: _Memo,
-    keys: Mapping[int, int],
-    compute: Callable[[int, Callable[[], Parts]], Parts],
-    node: int,
-    function: Callable[[], Parts],
-) -> Parts:
-    return memo.get(keys[node], partial(compute, keys[node], function))
+    def _compute(self, key: int, images: Tensor, parts: Mapping[int, Parts], gates: Tensor | None) -> Parts:
+        """One node by expectation, from the parts of its inputs; of the output, the logits are "whole"."""
+        this, model = self.nodes[key], self.model
+        self.evaluated_macs += self._macs(key) * len(images)
+        if this.node == 0:
+            return model.run_stem(images)
+        if this.exit:
+            size = (images.shape[2], images.shape[3])
+            return {"whole": model.run_exit(this.exit, parts, this.into, gates, size).logits}
+        return model.run_map(this.node, parts, model.mixing_weights(this.into, gates), this.readers)
 
 
 class _Memo:
@@ -190,13 +196,15 @@ class _Memo:
         for position, key in reversed(list(enumerate(uses))):
             self.uses.setdefault(key, []).append(position)
 
-    def get(self, key: int, compute: Callable[[], Parts]) -> Parts:
-        """The parts of a key, the next of the uses; computed if they are not here."""
+    def take(self, key: int) -> Parts | None:
+        """The parts of a key, if they are here; `keep` gives them back."""
         parts = self.parts.pop(key, None)
-        if parts is None:
-            parts = compute()
-        else:
+        if parts is not None:
             self.size -= _num_bytes(parts)
+        return parts
+
+    def keep(self, key: int, parts: Parts) -> None:
+        """The next of the uses is over: keeps the parts if there are more of them to come."""
         self.uses[key].pop()
         if self.uses[key]:
             self.parts[key] = parts
@@ -204,7 +212,6 @@ class _Memo:
         while self.size > self.limit:
             last = max(self.parts, key=lambda key: self.uses[key][-1])
             self.size -= _num_bytes(self.parts.pop(last))
-        return parts
 
 
 def _num_bytes(parts: Parts) -> int:

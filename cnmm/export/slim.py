@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cnmm import blocks
+from cnmm import blocks, fused
 from cnmm._errors import UserError
 from cnmm._files import read_tensors, to_bytes, write_atomically, write_json
 from cnmm.config import MixtureConfig
@@ -181,7 +181,7 @@ class _Folder:
         self.lattice = model.lattice
         self.edges = model.live_edges(made.point)
         self.gates = None if model.config.mixing == "sum" else model.gate_logits.double().sigmoid()[None]
-        self.weights = model._weights(self.edges, self.gates)
+        self.weights = model.mixing_weights(self.edges, self.gates)
         self.tensors: dict[str, Tensor] = {}
 
     def fold(self) -> dict[str, Tensor]:
@@ -259,7 +259,7 @@ class _Folder:
         node, pooled = source
         statistics = self._node(node).pooled_statistics if pooled else self._node(node).kept_statistics
         assert statistics is not None
-        columns = slice(*mix._span(edge))
+        columns = slice(*mix.span(edge))
         slope = None if mix.affine.slope is None else mix.affine.slope[columns]
         return (*_scale_shift(statistics, mix.affine, columns), slope)
 
@@ -311,7 +311,7 @@ class _Folder:
 
     def _output_weights(self, sources: list[int]) -> dict[int, Tensor]:
         T = self.lattice.output
-        return {i: w for (i, _), w in self.model._weights([(i, T) for i in sources], self.gates).items()}
+        return {i: w for (i, _), w in self.model.mixing_weights([(i, T) for i in sources], self.gates).items()}
 
     def _node(self, node: int) -> Map:
         return cast(Map, self.model.maps[str(node)])
@@ -326,7 +326,7 @@ def _scale_shift(
 ) -> tuple[Tensor, Tensor]:
     """A batch normalisation as scale and shift; `own`: which part of the affine, `row`: which of the statistics."""
     gamma, beta = affine.weight[own].double(), affine.bias[own].double()
-    scale = gamma * (statistics.var[row].double() + blocks.EPS).rsqrt()
+    scale = gamma * (statistics.var[row].double() + fused.EPS).rsqrt()
     return scale, beta - statistics.mean[row].double() * scale
 
 
@@ -335,6 +335,6 @@ def _mixed(mix: blocks.Mix, index: list[int], weights: list[Tensor]) -> tuple[Te
     matrices, bias = [], torch.zeros((), dtype=torch.float64)
     for k, weight in zip(index, weights, strict=True):
         scale, shift = _scale_shift(mix.statistics, mix.out_affine, k, k)
-        matrices.append(mix.weight[slice(*mix._span(k))].double() * scale * weight)
+        matrices.append(mix.weight[slice(*mix.span(k))].double() * scale * weight)
         bias = bias + shift * weight
     return torch.cat(matrices), bias

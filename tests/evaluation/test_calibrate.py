@@ -38,7 +38,7 @@ def test_rows_against_a_literal_count():
     for row in rows[:: len(rows) // 9]:
         spent, hits, leaving = counted(confidence, right, MACS, row.confidence)
         assert row.average_macs == pytest.approx(spent)
-        assert row.accuracy == pytest.approx(hits)
+        assert row.quality == pytest.approx(hits)
         assert row.exits == pytest.approx(leaving)
 
 
@@ -56,7 +56,7 @@ def test_nearly_the_best_of_all_thresholds():
     grid = [0.0, *np.quantile(confidence, np.linspace(0.02, 0.98, 25)), NEVER]
     for needed in itertools.product(grid, repeat=2):
         spent, hits, _ = counted(confidence, right, MACS, needed)
-        ours = max(row.accuracy for row in rows if row.average_macs <= spent + GAP * sum(MACS))
+        ours = max(row.quality for row in rows if row.average_macs <= spent + GAP * sum(MACS))
         assert ours >= hits - 0.01, needed
 
 
@@ -68,7 +68,7 @@ def test_better_than_one_threshold_for_all_exits():
     gains = []
     for threshold in np.quantile(confidence, [0.2, 0.4, 0.6, 0.8]):
         spent, hits, _ = counted(confidence, right, MACS, (threshold, threshold))
-        gains.append(max(row.accuracy for row in rows if row.average_macs <= spent + GAP * sum(MACS)) - hits)
+        gains.append(max(row.quality for row in rows if row.average_macs <= spent + GAP * sum(MACS)) - hits)
     assert min(gains) > 0
     assert max(gains) > 0.02
 
@@ -79,16 +79,16 @@ def test_they_hold_on_other_images():
     for row in rows[5 :: len(rows) // 5]:
         spent, hits, _ = counted(confidence, right, MACS, row.confidence)
         assert spent == pytest.approx(row.average_macs, rel=0.05)
-        assert hits == pytest.approx(row.accuracy, abs=0.02)
+        assert hits == pytest.approx(row.quality, abs=0.02)
 
 
 def test_an_exit_that_is_never_right_is_passed():
     confidence, right = images(500)
     right[:, 1] = False
     rows = calibrate(confidence, right, MACS)
-    best = max(rows, key=lambda row: (row.accuracy, -row.average_macs))
+    best = max(rows, key=lambda row: (row.quality, -row.average_macs))
     assert best.exits[1] == 0
-    assert best.accuracy >= right[:, [0, 2]].mean(0).max()
+    assert best.quality >= right[:, [0, 2]].mean(0).max()
 
 
 @pytest.mark.parametrize("num", [1, 2, 30])

@@ -46,8 +46,8 @@ def frontier():
 
 
 def test_envelope(frontier):
-    assert [point.point for point in frontier.points] == ["a", "b", "c", "d"]
-    assert [point.point for point in frontier.envelope()] == ["a", "b", "d"]
+    assert [point.name for point in frontier.points] == ["a", "b", "c", "d"]
+    assert [point.name for point in frontier.envelope()] == ["a", "b", "d"]
     assert frontier["c"].on_envelope is False
 
 
@@ -92,7 +92,7 @@ def test_a_budget_is_never_exceeded_and_never_wasted(pairs, budget, num):
     if fitting:
         chosen = frontier.choose(budget)
         assert chosen.macs <= budget
-        assert chosen.accuracy == max(point.accuracy for point in fitting)
+        assert chosen.quality == max(point.quality for point in fitting)
         assert chosen.on_envelope
     else:
         with pytest.raises(ValueError, match="no point is that cheap"):
@@ -162,7 +162,7 @@ def damaged(**changes):
         (damaged(low="0.4"), "points[0].low is '0.4'"),
         (damaged(n=0), "points[0].n is 0"),
         (damaged(statistics="guessed"), "'re-estimated' or 'raw'"),
-        (damaged(raw_accuracy=2), "points[0].raw_accuracy is 2"),
+        (damaged(raw_accuracy=2), "points[0].raw_quality is 2"),
         (damaged(test_n="many"), "points[0].test_n"),
         (damaged(on_envelope=1), "points[0].on_envelope"),
         (damaged(cascade=3), "'cascade'"),
@@ -288,19 +288,19 @@ def test_figures_of_a_frontier():
         model, validation, statistics=statistics, test=test, rule="both", split="held out", on_progress=seen.append
     )
     assert (frontier.model, frontier.full_macs) == ("cnmm_tiny", cnmm.CostTable.of(model.config).exit().macs)
-    assert frontier.buffers.keys() == {point.point for point in frontier.envelope()} | {frontier.cascade.point}
+    assert frontier.buffers.keys() == {point.name for point in frontier.envelope()} | {frontier.cascade.point}
     for point in frontier.points:
-        named = cnmm.named_point(model, point.point)
+        named = cnmm.named_point(model, point.name)
         settled = reestimated(model, statistics, named)
         assert (point.exit, point.split, point.statistics) == (named.exit, "held out", "re-estimated")
         assert point.macs == cnmm.CostTable.of(model.config).point(named).macs
-        assert point.accuracy == evaluate_exits(settled, validation, named)[named.exit].accuracy
+        assert point.quality == evaluate_exits(settled, validation, named)[named.exit].accuracy
         if point.on_envelope:
-            assert point.raw_accuracy == evaluate_exits(model, validation, named)[named.exit].accuracy
-            assert point.test_accuracy == evaluate_exits(settled, test, named)[named.exit].accuracy
+            assert point.raw_quality == evaluate_exits(model, validation, named)[named.exit].accuracy
+            assert point.test_quality == evaluate_exits(settled, test, named)[named.exit].accuracy
             assert (point.n, point.test_n) == (40, 24)
         else:
-            assert point.raw_accuracy is point.test_accuracy is None
+            assert point.raw_quality is point.test_quality is None
     done = [progress.done for progress in seen]
     assert done == sorted(done)
     assert 0 < done[0] < done[-1] <= 1
@@ -314,14 +314,14 @@ def test_without_statistics_the_points_say_raw():
     assert len(frontier.points) <= 5
     assert not frontier.buffers
     for point in frontier.points:
-        named = cnmm.named_point(model, point.point)
+        named = cnmm.named_point(model, point.name)
         expected = evaluate_exits(model, validation, named)[named.exit].accuracy
-        assert (point.statistics, point.accuracy, point.raw_accuracy) == ("raw", expected, expected)
+        assert (point.statistics, point.quality, point.raw_quality) == ("raw", expected, expected)
 
 
 def test_the_deterministic_variant_has_its_full_exits():
     frontier = measure(a_mixture(mixing="sum"), some_batches(), statistics=[some_images(20)])
-    assert {point.point for point in frontier.points} == {"e1c0", "e2c0", "e3c0"}
+    assert {point.name for point in frontier.points} == {"e1c0", "e2c0", "e3c0"}
 
 
 def test_what_cannot_be_measured():
@@ -347,7 +347,7 @@ def shortfall(frontier, every):
     worst = 0.0
     for point in every.envelope():
         found = [mine.accuracy for mine in frontier.points if mine.macs <= point.macs]
-        worst = max(worst, point.accuracy - max(found, default=0.0))
+        worst = max(worst, point.quality - max(found, default=0.0))
     return worst
 
 
@@ -399,8 +399,8 @@ def test_all_points_are_measured_if_they_have_enough_in_common(monkeypatch):
     model = a_mixture()
     for rule in ("flow", "both"):
         everything = {point.name for point in all_points(model, rule)}
-        assert {point.point for point in measure(model, some_batches(), rule=rule).points} == everything
-    assert {point.point for point in measure(model, some_batches()).points} == everything
+        assert {point.name for point in measure(model, some_batches(), rule=rule).points} == everything
+    assert {point.name for point in measure(model, some_batches()).points} == everything
     monkeypatch.setattr(sys.modules["cnmm.evaluation.measure"], "ALL_AT_ONCE", 1)
     monkeypatch.setattr(sys.modules["cnmm.evaluation.measure"], "NUM_POINTS", 7)
     assert len(measure(model, some_batches()).points) <= 7
@@ -433,7 +433,7 @@ def test_damaged_statistics(tmp_path):
 
 def test_the_plot_is_the_same_every_time(tmp_path):
     frontier = measure(a_mixture(), some_batches(), num_points=9, rule="both")
-    times = {point.point: 0.1 + point.macs / 1e6 for point in frontier.points}
+    times = {point.name: 0.1 + point.macs / 1e6 for point in frontier.points}
     for name, latency in (("a.svg", None), ("b.svg", None), ("c.svg", times), ("d.png", times)):
         save_picture(plot_frontier(frontier, latency), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -487,7 +487,7 @@ def test_frontier_and_choose(capsys, run, tmp_path):
 
     frontier = Frontier.load(run / "frontier.json")
     rows = list(csv.DictReader((run / "frontier.csv").open()))
-    assert [row["point"] for row in rows] == [point.point for point in frontier.points]
+    assert [row["point"] for row in rows] == [point.name for point in frontier.points]
     assert frontier.cascade is not None
     assert load_statistics(run).keys() == {*(point["point"] for point in best), frontier.cascade.point}
 
@@ -508,7 +508,7 @@ def test_frontier_for_people(capsys, run):
     frontier = Frontier.load(run / "frontier.json")
     assert {point.n for point in frontier.points} == {40}
     for point in frontier.envelope():
-        assert re.search(rf"{point.point} +{point.macs:,} .*{100 * point.accuracy:.2f}", out)
+        assert re.search(rf"{point.name} +{point.macs:,} .*{100 * point.quality:.2f}", out)
     assert "40 validation images" in err
 
 
@@ -546,9 +546,3 @@ sys.exit(main(["choose", {str(tmp_path)!r}, "--budget", "30", "--json"]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["point"] == "b"
-
-
-def test_the_function_is_not_hidden_by_its_module():
-    code = "import cnmm, sys; assert 'torch' not in sys.modules; import cnmm.measure; assert callable(cnmm.measure)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

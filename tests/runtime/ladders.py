@@ -107,10 +107,11 @@ def make_ladder(folder, *, channels=3, cascade=True, copies=1):
     folder.mkdir(parents=True, exist_ok=True)
     points = []
     for copy in range(copies):
-        for name, exit, macs, accuracy in POINTS:
+        for name, exit, macs, quality in POINTS:
             name, macs = (name, macs) if copy == 0 else (f"{name}{copy}", macs + copy)
             points.append(
-                {"point": name, "exit": exit, "cuts": 0, "macs": macs, "params": 10, "accuracy": accuracy + copy / 1e3}
+                {"name": name, "rule": "flow", "cuts": 0, "exit": exit, "macs": macs, "params": 10}
+                | {"quality": quality + copy / 1e3, "metric": "accuracy"}
                 | {"low": 0.4, "high": 0.9, "n": 100, "split": "validation", "statistics": "re-estimated"}
                 | written(folder, f"{name}.onnx", network(exit, channels))
             )
@@ -132,13 +133,15 @@ def make_ladder(folder, *, channels=3, cascade=True, copies=1):
 
 def make_cascade(folder, channels):
     table = [(0.0, 1000.0, 0.5), (0.5, 2000.0, 0.6), (0.9, 4000.0, 0.75), (1.1, 5000.0, 0.8)]
-    names = ("confidence", "average_macs", "accuracy", "exits")
+    names = ("confidence", "average_macs", "quality", "exits")
     rows = [dict(zip(names, ([t, 1.1 * t], a, q, [1, 0, 0]), strict=True)) for t, a, q in table]
     return {
         "point": "e3c0",
+        "exits": [1, 2, 3],
+        "macs": STAGE_MACS,
+        "metric": "accuracy",
         "stages": [
-            {"exit": number + 1, "macs": STAGE_MACS[number], "inputs": inputs, "outputs": outputs}
-            | written(folder, f"stage{number + 1}.onnx", content)
+            {**written(folder, f"stage{number + 1}.onnx", content), "inputs": inputs, "outputs": outputs}
             for number, (content, inputs, outputs) in enumerate(stages(channels))
         ],
         "thresholds": rows,
@@ -149,7 +152,8 @@ def make_cascade(folder, channels):
 
 def written(folder, name, content):
     (folder / name).write_bytes(content)
-    return {"file": name, "sha256": hashlib.sha256(content).hexdigest()}
+    checksum = hashlib.sha256(content).hexdigest()
+    return {"file": name, "sha256": checksum, "inputs": ["image"], "outputs": ["probabilities"]}
 
 
 def write(folder, manifest):

@@ -19,9 +19,9 @@ from PIL import Image
 import cnmm
 from cnmm.cli import main as cli
 from cnmm.cli import running as verbs_serve
-from cnmm.ladder import Stage, StagedCascade, read_ladder
+from cnmm.ladder import Cascade, Stage, read_ladder
 from cnmm.runtime import latency
-from cnmm.runtime.early_exit import LoadedCascade, keep_deadline, leave_early
+from cnmm.runtime.early_exit import CascadeRunner, keep_deadline, leave_early
 from cnmm.runtime.session import Session
 from tests.runtime.ladders import CLASSES, POINTS, SIZE, STAGE_MACS, make_ladder, network, write, written
 
@@ -81,7 +81,7 @@ def refused(function, *args, **options):
 
 
 def test_points_are_those_of_the_manifest(session):
-    found = [(p.point, p.exit, p.macs, p.accuracy) for p in session.points]
+    found = [(p.name, p.exit, p.macs, p.quality) for p in session.points]
     assert found == list(POINTS)
     assert (session.classes, session.input_size, session.channels) == (CLASSES, (SIZE, SIZE), 3)
 
@@ -99,7 +99,7 @@ def test_points_are_those_of_the_manifest(session):
 )
 def test_the_point_is_chosen_per_call(session, images, options, point):
     answer = session.predict(images, **options)
-    chosen = next(p for p in session.points if p.point == point)
+    chosen = next(p for p in session.points if p.name == point)
     assert (answer.point, answer.macs) == (point, chosen.macs)
     assert answer.exits.tolist() == [chosen.exit] * len(images)
     assert answer.probabilities.dtype == np.float32
@@ -165,7 +165,7 @@ def test_eight_threads_with_random_points_give_the_serial_answers(folder, images
 def test_only_some_points_are_loaded(folder, images):
     with Session(folder, threads=1, points=["e1c0", "e2c3"], cascade=False) as session:
         assert session.predict(images).point == "e2c3"
-        assert [point.point for point in session.points] == ["e1c0", "e2c3"]
+        assert [point.name for point in session.points] == ["e1c0", "e2c3"]
         assert "e3c0" in refused(session.predict, images, point="e3c0")
         assert "no cascade" in refused(session.predict, images, confidence=0.5)
     assert "'e9c9'" in refused(Session, folder, points=["e9c9"])
@@ -211,7 +211,7 @@ def test_one_thread_is_the_callers(folder):
 def test_threads_sleep_between_calls(folder, images, runtime):
     with Session(folder, runtime=runtime, threads=3) as session:
         for point in session.points:
-            session.predict(images, point=point.point)
+            session.predict(images, point=point.name)
         before = time.process_time()
         time.sleep(0.3)
         assert time.process_time() - before < 0.1
@@ -280,8 +280,8 @@ def fake_cascade(chain, stages=3, p95_ms=(1.0, 1.0, 1.0), thresholds=()):
         Stage(path=Path("none.onnx"), sha256="", exit=n + 1, macs=10 ** (n + 1), inputs=(), outputs=())
         for n in range(stages)
     ]
-    return LoadedCascade(
-        cascade=StagedCascade(point="e3c0", stages=tuple(files), thresholds=thresholds), chain=chain, p95_ms=p95_ms
+    return CascadeRunner(
+        cascade=Cascade(point="e3c0", stages=tuple(files), thresholds=thresholds), chain=chain, p95_ms=p95_ms
     )
 
 
@@ -359,9 +359,9 @@ def test_thresholds_that_share_an_average():
 
     rows = [(0.1, 5), (0.2, 5), (0.3, 9), (0.4, 9)]
     table = tuple(Threshold(confidence=(t,), average_macs=a, accuracy=0.5, exits=()) for t, a in rows)
-    cascade = StagedCascade(point="x", stages=(), thresholds=table)
+    cascade = Cascade(point="x", stages=(), thresholds=table)
     assert [cascade.confidence(value)[0] for value in (5, 7, 9)] == pytest.approx([0.2, 0.25, 0.4])
-    assert "not calibrated" in refused(StagedCascade(point="x", stages=(), thresholds=()).confidence, 5)
+    assert "not calibrated" in refused(Cascade(point="x", stages=(), thresholds=()).confidence, 5)
 
 
 # Deadlines
