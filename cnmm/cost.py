@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Self
 
@@ -42,6 +43,7 @@ class CostTable:
     classifier: Cost
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of(cls, config: MixtureConfig, input_size: tuple[int, int] | None = None) -> Self:
         """The table at an input size (default the config's own)."""
         size = input_size or config.input_size

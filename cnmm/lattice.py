@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from cnmm._errors import UserError
@@ -121,6 +121,7 @@ class Lattice(Dag):
         return self.scale(edge[1]) > self.scale(edge[0])
 
 
+@lru_cache(maxsize=64)
 def build_lattice(config: MixtureConfig) -> Lattice:
     """The lattice of a model: the output reads the coarsest maps (classification) or all of them (segmentation)."""
     blocks, scales = config.blocks, config.scales

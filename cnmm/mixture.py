@@ -124,11 +124,24 @@ class Mixture(nn.Module):
         """The parameters of a map and of the edges into it."""
         return cast(Map, self.maps[str(node)])
 
-    def output_module(self, node: int) -> tuple[blocks.Mix | blocks.VectorOutput, int]:
-        """The parameters of the edges into the output at a map's scale, and which of these edges is the map's."""
+    def edge_module(self, edge: Edge) -> tuple[blocks.Mix | blocks.VectorOutput, int]:
+        """The parameters of an edge: those of all edges into its map (or into the output from its scale), and which."""
+        node, target = edge
+        if target != self.lattice.output:
+            return self.map_module(target).mix, self.map_module(target).sources.index(node)
         scale = self.lattice.scale(node)
-        feeding = [i for i in self.lattice.inputs[self.lattice.output] if self.lattice.scale(i) == scale]
+        feeding = [i for i in self.lattice.inputs[target] if self.lattice.scale(i) == scale]
         return cast(blocks.Mix | blocks.VectorOutput, self.outputs[str(scale)]), feeding.index(node)
+
+    def edge_statistics(self, edge: Edge) -> blocks.Statistics:
+        """The running statistics of the batch normalisation that begins an edge: they belong to what it reads."""
+        if edge[0] == 0:
+            return self.stem_statistics
+        this = self.map_module(edge[0])
+        read = {"whole": this.statistics, "kept": this.kept_statistics, "pooled": this.pooled_statistics}
+        statistics = read[self._reads(edge)]
+        assert statistics is not None
+        return statistics
 
     def statistics_of(self, node: int) -> list[blocks.Statistics]:
         """The running statistics that computing a node reads and updates: 0 is the stem."""
@@ -233,7 +246,7 @@ class Mixture(nn.Module):
         if spread := kinds - {"whole"}:
             result.update(this.spread(h, spread, largest=self.config.task == "segmentation", update=update))
         if "whole" in kinds:
-            output, position = self.output_module(node)
+            output, position = self.edge_module((node, self.lattice.output))
             assert isinstance(output, blocks.VectorOutput)
             result["whole"] = output.pool(h, position, this.statistics, update=update and not spread)
         return result
@@ -265,7 +278,7 @@ class Mixture(nn.Module):
         for scale in sorted({lattice.scale(i) for i in new}):
             here = [i for i in new if lattice.scale(i) == scale]
             mix_GE = torch.stack([weights[i, T] for i in here], -1)
-            inputs, index = [parts[i][self._reads((i, T))] for i in here], [self.output_module(i)[1] for i in here]
+            inputs, index = [parts[i][self._reads((i, T))] for i in here], [self.edge_module((i, T))[1] for i in here]
             h = self.outputs[str(scale)](inputs, index, mix_GE, update=update)
             mixed[scale] = mixed[scale] + h if scale in mixed else h
         return Output(self._classify(exit, mixed, size, update), mixed, tuple(sources))

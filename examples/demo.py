@@ -12,21 +12,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
 import cnmm
-from cnmm.cli.budgets import MeasuringBar, measure_run, write_frontier
-from cnmm.cli.training import TrainingBar, describe
+from cnmm.cli.budgets import MeasuringBar
+from cnmm.cli.training import TrainingBar
 from cnmm.cost import short_count
-from cnmm.data import DataSet, open_data
 from cnmm.draw import draw_lattice, save_picture
-from cnmm.frontier import Frontier
-from cnmm.run import Run
-from cnmm.run_folder import start_run
-from cnmm.training.loop import train
-from cnmm.training.recipes import recipe
 
 FOLDER = Path("demo")
 MODEL = "cnmm_tiny"
@@ -40,60 +33,51 @@ def main() -> None:
     start = time.perf_counter()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
-    data = open_data("fashion")
-    train_it(data)
-    frontier = trace(Run(FOLDER / "run"))
-    export(Run(FOLDER / "run"))
-    classify(data)
-    show_next(frontier, time.perf_counter() - start)
+    run = train()
+    trace(run)
+    export(run)
+    classify(run)
+    show_next(time.perf_counter() - start)
 
 
 def progress(words: str) -> None:
     print(f"... {words}", file=sys.stderr, flush=True)
 
 
-def train_it(data: DataSet) -> None:
-    """The same as `cnmm train --data fashion --model cnmm_tiny --epochs 10 --val 600 --out demo/run`."""
-    config = recipe("quick", epochs=EPOCHS, val=600, seed=0)
-    torch.manual_seed(config.seed)
-    model = cnmm.create_model(MODEL, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size)
-    networks = f"one mixture of {model.chain.count()} networks"
-    progress(f"training {MODEL}, {networks}, on {len(data.train):,} images of {len(data.classes)} classes")
-    run = FOLDER / "run"
-    start_run(run, model, resume=False, train=config.to_dict(), data=describe(data))
-    with TrainingBar(config) as bar:
-        train(model, data, config, run, on_step=bar.step, on_epoch=bar.epoch)
+def train() -> cnmm.Run:
+    """The same as `cnmm train --data fashion --model cnmm_tiny --epochs 10 --out demo/run`."""
+    networks = cnmm.model_plan(MODEL).chain.count()
+    progress(f"training {MODEL}, one mixture of {networks} networks, on the embedded sample of Fashion-MNIST")
+    with TrainingBar() as bar:
+        return cnmm.train("fashion", FOLDER / "run", model=MODEL, epochs=EPOCHS, on_step=bar.step, on_epoch=bar.epoch)
 
 
-def trace(run: Run) -> Frontier:
+def trace(run: cnmm.Run) -> None:
     """The same as `cnmm frontier demo/run --test`, and two drawings of `cnmm draw`."""
-    progress("measuring operating points on 600 held-out images: every exit, many cuts, no retraining")
+    progress("measuring operating points on held-out images: every exit, many cuts, no retraining")
     with MeasuringBar() as bar:
-        frontier = measure_run(run, bar, rule="both", num_images=None, num_points=None, test=True)
-    write_frontier(run.folder, frontier)
+        frontier = run.measure(test=True, on_progress=bar.update)
     table = Table(title=f"{len(frontier.points)} operating points measured; the best for every budget")
-    for column in ("point", "macs", "of full", "accuracy, held out", "accuracy, test"):
+    for column in ("point", "macs", "of full", f"{frontier.metric}, held out", f"{frontier.metric}, test"):
         table.add_column(column, justify="left" if column == "point" else "right")
     for point in frontier.envelope():
         share = f"{point.macs / frontier.full_macs:.0%}"
         table.add_row(point.name, short_count(point.macs), share, f"{point.quality:.1%}", f"{point.test_quality:.1%}")
     out.print(table)
     for name, budget in (("full", "100%"), ("cut", "50%")):
-        chosen = cnmm.named_point(run.model, frontier.choose(budget).point)
-        save_picture(draw_lattice(run.model, chosen), FOLDER / f"{name}.svg")
-    return frontier
+        save_picture(draw_lattice(run.model, run.find(budget=budget)), FOLDER / f"{name}.svg")
 
 
-def export(run: Run) -> None:
+def export(run: cnmm.Run) -> None:
     """The same as `cnmm export demo/run --ladder 6 -o demo/ladder`."""
     progress("exporting a ladder: ONNX files with the preprocessing inside, checked against torch")
-    cnmm.export_ladder(run.model, run.frontier, FOLDER / "ladder", 6, about=run.preprocessing)
+    run.export_ladder(FOLDER / "ladder", 6)
 
 
-def classify(data: DataSet) -> None:
+def classify(run: cnmm.Run) -> None:
     """What `cnmm predict demo/ladder IMAGE --budget 50%` does, for all test images at once and one by one."""
-    assert data.test is not None
-    images, labels = data.test.read(np.arange(len(data.test))), data.test.labels
+    test, indices = run.images.split("test")
+    images, labels = test.read(indices), test.labels
     table = Table(title=f"{len(images):,} test images through the ladder (onnxruntime, no torch)")
     for column in ("asked for", "runs", "macs per image", "accuracy", "time of one image"):
         table.add_column(column, justify="right" if column not in ("asked for", "runs") else "left")
@@ -111,7 +95,7 @@ def classify(data: DataSet) -> None:
     out.print(table)
 
 
-def show_next(frontier: Frontier, seconds: float) -> None:
+def show_next(seconds: float) -> None:
     out.print(f"\nWrote in {seconds:.0f} s:")
     out.print("  demo/run/             the trained mixture and its frontier: look at frontier.svg")
     out.print("  demo/ladder/          what a device needs: pip install cnmm, no torch")

@@ -1,6 +1,6 @@
-"""What a mixture is trained for: its loss, its targets and what quality means. The one place that knows of accuracy.
+"""What a mixture is trained for: its loss, its targets, and what quality means. The one place that knows of accuracy.
 
-Everything else says quality and metric: the frontier, budgets, calibration, plots, reports and exports.
+Everything else says quality and metric: training, the frontier, budgets, calibration, plots, reports and exports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from cnmm._errors import UserError
 from cnmm.config import MixtureConfig
 
-_Z = 1.959964  # of a two-sided interval of 95 %
+Z_95 = 1.959964
+"""Standard deviations on either side of a mean that 95 % of a normal distribution lie within."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,109 +31,125 @@ class Quality:
     high: float
     n: int
     all: Mapping[str, float]
-    """Every metric of the task."""
+    """The value of every metric of the task."""
 
 
 class Meter(Protocol):
-    """Collects answers and targets, batch by batch."""
+    """Compares answers with targets, batch by batch, and keeps counts only."""
 
-    def add(self, scores: Tensor, target: Tensor) -> None:
-        """Scores [N, classes, ...] of a batch, logits or probabilities, and what they should have been."""
+    def add(self, answers: Tensor, target: Tensor) -> None:
+        """A batch of answers: scores [N, classes, ...], logits or probabilities; or what they predict, [N, ...]."""
 
     def quality(self, metric: str | None = None) -> Quality:
-        """What has been collected so far, by a metric of the task (default its first)."""
+        """Of everything added so far, by a metric of the task (default: its first)."""
 
 
 class Task(Protocol):
-    """Loss, target and metrics of one kind of problem."""
+    """Loss, targets and metrics of one kind of problem."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """What quality may mean; the first is the default."""
 
-    def check_metric(self, metric: str | None) -> str:
-        """The metric itself, or the default for None."""
+    def check_metric(self, metric: str | None = None) -> str:
+        """The metric, if the task has it; None is the default."""
+
+    def target(self, target: Tensor) -> Tensor:
+        """Targets as loss and meter need them; an error if they are of another task."""
 
     def loss(self, logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        """What training minimises."""
+        """What training minimises, averaged over the batch."""
 
     def distil(self, logits: Tensor, teacher: Tensor) -> Tensor:
-        """How far the answers are from a teacher's: KL(teacher || student), per image."""
+        """How far predictions are from those of a teacher, averaged over the batch: KL(teacher || student)."""
 
     def meter(self, num_classes: int) -> Meter: ...
 
     def weights(self, target: Tensor, metric: str) -> Tensor:
-        """What a right answer of each image counts, [N], one on average: their weighted mean is the metric."""
+        """What a right answer counts for each image, one on average: the weighted share of right ones is the metric."""
 
 
 class Classification:
-    """One label per image. Mean class accuracy, the mean over the classes of each one's accuracy, is the paper's."""
+    """One label per image. The paper's metric is the mean over the classes of each one's accuracy."""
 
     metrics = ("accuracy", "mean_class_accuracy")
 
-    def check_metric(self, metric: str | None) -> str:
+    def check_metric(self, metric: str | None = None) -> str:
         if metric is None:
             return self.metrics[0]
         if metric not in self.metrics:
             raise UserError(f"metric {metric!r}: must be one of {', '.join(self.metrics)}")
         return metric
 
+    def target(self, target: Tensor) -> Tensor:
+        if target.dim() != 1 or target.is_floating_point():
+            raise UserError(f"targets of shape {tuple(target.shape)} and type {target.dtype}: must be integers [N]")
+        return target.long()
+
     def loss(self, logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        return F.cross_entropy(logits.float(), target, label_smoothing=label_smoothing)
+        return F.cross_entropy(logits.float(), self.target(target), label_smoothing=label_smoothing)
 
     def distil(self, logits: Tensor, teacher: Tensor) -> Tensor:
-        wanted, found = teacher.float().log_softmax(1), logits.float().log_softmax(1)
-        return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
+        student, wanted = logits.float().log_softmax(1), teacher.float().log_softmax(1)
+        return F.kl_div(student, wanted, reduction="batchmean", log_target=True)
 
     def meter(self, num_classes: int) -> Meter:
-        return _Counts(num_classes)
+        return _Counts(self, num_classes)
 
     def weights(self, target: Tensor, metric: str) -> Tensor:
+        target = self.target(target)
         if self.check_metric(metric) == "accuracy":
-            return torch.ones(len(target), dtype=torch.float64)
-        counts = torch.bincount(target)
-        return len(target) / ((counts > 0).sum() * counts[target].double())
+            return torch.ones(len(target), dtype=torch.float64, device=target.device)
+        total = torch.bincount(target)
+        return len(target) / ((total > 0).sum() * total[target].double())
 
 
 class _Counts:
-    """Right answers and images of every class."""
+    """Images and right answers of every class; a class without images is left out of the mean over classes."""
 
-    def __init__(self, num_classes: int) -> None:
-        self.right = torch.zeros(num_classes, dtype=torch.int64)
+    def __init__(self, task: Classification, num_classes: int) -> None:
+        self.task = task
         self.total = torch.zeros(num_classes, dtype=torch.int64)
+        self.right = torch.zeros(num_classes, dtype=torch.int64)
 
-    def add(self, scores: Tensor, target: Tensor) -> None:
-        target = target.cpu()
-        hits = target[scores.argmax(1).cpu() == target]
-        self.total += torch.bincount(target, minlength=len(self.total))
-        self.right += torch.bincount(hits, minlength=len(self.right))
+    def add(self, answers: Tensor, target: Tensor) -> None:
+        target, num_classes = self.task.target(target), len(self.total)
+        predicted = answers.argmax(1) if answers.is_floating_point() else answers
+        self.total += torch.bincount(target, minlength=num_classes).cpu()
+        self.right += torch.bincount(target[predicted == target], minlength=num_classes).cpu()
 
     def quality(self, metric: str | None = None) -> Quality:
-        metric = Classification().check_metric(metric)
+        metric = self.task.check_metric(metric)
         n = int(self.total.sum())
         if not n:
             raise UserError("no images to evaluate on")
-        seen = self.total > 0  # a class that does not occur is left out of the mean
-        shares = self.right[seen].double() / self.total[seen]
-        values = {"accuracy": int(self.right.sum()) / n, "mean_class_accuracy": shares.mean().item()}
-        if metric == "accuracy":
-            low, high = wilson(values[metric], n)
-        else:  # the variances of the classes' shares add up; a share of 0 or 1 has that of half an image more
-            smooth = (self.right[seen] + 0.5) / (self.total[seen] + 1)
-            half = _Z * math.sqrt((smooth * (1 - smooth) / self.total[seen]).sum().item()) / len(shares)
-            low, high = max(0.0, values[metric] - half), min(1.0, values[metric] + half)
-        return Quality(metric=metric, value=values[metric], low=low, high=high, n=n, all=values)
+        seen = self.total > 0
+        right, total = self.right[seen].double(), self.total[seen].double()
+        values = {"accuracy": int(self.right.sum()) / n, "mean_class_accuracy": (right / total).mean().item()}
+        interval = wilson(values[metric], n) if metric == "accuracy" else mean_interval(right, total)
+        return Quality(metric=metric, value=values[metric], low=interval[0], high=interval[1], n=n, all=values)
+
+
+def wilson(share: float, n: int, z: float = Z_95) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of n images."""
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(right_K: Tensor, total_K: Tensor) -> tuple[float, float]:
+    """95 % interval of the mean over classes of right / total: the binomial variances of the classes add up.
+
+    Their shares are taken with half a right and half a wrong answer more: a class without an error is not certain.
+    """
+    mean = (right_K / total_K).mean().item()
+    share_K = (right_K + 0.5) / (total_K + 1)
+    half = Z_95 * math.sqrt((share_K * (1 - share_K) / total_K).sum().item()) / len(total_K)
+    return max(0.0, mean - half), min(1.0, mean + half)
 
 
 def task_of(config: MixtureConfig) -> Task:
     """The task of a model."""
     if config.task == "classification":
         return Classification()
-    raise UserError(f"{config.name!r} labels pixels, which cannot be trained or measured yet; use a classifier")
-
-
-def wilson(p: float, n: int, z: float = _Z) -> tuple[float, float]:
-    """95 % interval of a share p of n images."""
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    raise UserError(f"{config.name!r} is for {config.task}: there is no {config.task} task yet")

@@ -1,7 +1,8 @@
-"""The steps of a slim network: an operating point as a plain program, which `slim` runs in torch and `export` in ONNX.
+"""The steps of a slim network: an operating point as a plain program, which `slim` runs in torch and `ladder` in ONNX.
 
-Which steps there are follows from the lattice and the surviving edges alone; their tensors are `slim`'s. Every name
-says what it is, j being the map's number:
+Which steps there are follows from the lattice and the surviving edges alone. A step says what its tensors are made of
+(a kernel, batch normalisations, or both); `slim` computes them from a mixture. Every name says what it is, j being the
+map's number:
 
     stem   first convolution        cat{j}, u{j}  inputs of map j side by side, scaled, shifted and activated
     m{j}   the map H_j              a{j}, d{j}, z{j}  its shared part: BN-ReLU, depthwise, pointwise
@@ -12,14 +13,27 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from cnmm.config import MixtureConfig
 from cnmm.cost import CLASSIFIER_CHANNELS, classifier_sizes
-from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes, stem_sizes
+from cnmm.export.ingredients import (
+    ClassifierNorm,
+    ClassifierPart,
+    EdgeNorm,
+    Kernel,
+    MixedEdges,
+    Norm,
+    Remainder,
+    Scores,
+    SharedNorm,
+    SharedPart,
+    Stem,
+)
+from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes, reached_exits, stem_sizes
 
 Op = Literal["conv", "affine", "concat", "pool", "mean", "linear", "resize", "add"]
 IMAGE = "image"
@@ -34,6 +48,10 @@ class Step:
     inputs: tuple[str, ...]
     shape: tuple[int, ...] = ()
     """Of the weight, for convolutions, linear layers (out, in) and scales."""
+    kernel: Kernel | None = None
+    """What the weight is made of, and the bias of kernels that have one."""
+    norms: tuple[Norm, ...] = ()
+    """Batch normalisations folded in behind the kernel, side by side; without a kernel, a scale and shift."""
     bias: bool = False
     activation: Literal["relu", "prelu"] | None = None
     stride: int = 1
@@ -101,10 +119,7 @@ def point_graph(config: MixtureConfig, point: OperatingPoint) -> Graph:
 
 def cascade_graph(config: MixtureConfig, point: OperatingPoint) -> Graph:
     """The graph of a cascade: a point's edges with every exit that they reach."""
-    lattice = build_lattice(config)
-    first = min(i for i, j in lattice.exit_edges(point.exit, point.edges) if j == lattice.output)
-    exits = [k for k in config.exit_numbers if k <= point.exit and lattice.exits[k - 1] >= first]
-    return _graph(config, point, tuple(exits))
+    return _graph(config, point, reached_exits(config, build_lattice(config), point.exit, point.edges))
 
 
 def _graph(config: MixtureConfig, point: OperatingPoint, exits: tuple[int, ...]) -> Graph:
@@ -126,8 +141,8 @@ class _Builder:
 
     def build(self) -> list[Step]:
         lattice, config = self.lattice, self.config
-        stem = config.channels // 4
-        self._conv("stem", IMAGE, (stem, config.in_chans, 3, 3), stride=min(config.stem_stride, 2), act=self.act)
+        shape = (config.channels // 4, config.in_chans, 3, 3)
+        self._conv("stem", IMAGE, Stem(), shape, norms=[EdgeNorm((0, 1))], stride=min(config.stem_stride, 2))
         for node in range(1, lattice.output):
             if any(j == node for _, j in self.edges):
                 self._map(node)
@@ -141,94 +156,133 @@ class _Builder:
         lattice, edges = self.lattice, self.edges
         width = channels(self.config, lattice.scale(node))
         pooled_stem = node == 1 and self.config.stem_stride == 4
-        readers = {j for i, j in edges if i == node and (j != lattice.output or self.segments)}
-        read = (node, lattice.output) in edges and not self.segments
+        readers = self._readers(node)
+        pooled_vector = (node, lattice.output) in edges and not self.segments
         # A BN-ReLU behind the map disappears in the map's convolution, if it is the only one.
-        alone = bool(readers) != read and not pooled_stem
-        source = self._inputs(node, mixed_inputs(lattice, edges, node))
-        narrow = sum(input_widths(self.config, lattice, edges, node))
-        h = self._conv(f"m{node}", source, (width, narrow, 1, 1), act=self.act if alone else None)
+        alone = bool(readers) != pooled_vector and not pooled_stem
+        shared, vector = SharedNorm(node), EdgeNorm((node, lattice.output))
+        inputs = self._inputs(node)
+        shape = (width, sum(map(self._width, inputs)), 1, 1)
+        behind: list[Norm] = [shared if readers else vector] if alone else []
+        h = self._conv(f"m{node}", self._read(node), MixedEdges(inputs, inputs), shape, norms=behind, bias=True)
         if pooled_stem:
             h = self._pool("m1p", h, largest=True, size=stem_sizes(self.config, self.config.input_size)[1])
         if readers:
-            self._shared(node, h if alone else self._affine(f"a{node}", h, width), width, readers)
-        if read:
-            self._add(Step(op="mean", name=f"g{node}", inputs=(h if alone else self._affine(f"r{node}", h, width),)))
+            self._shared(node, h if alone else self._affine(f"a{node}", h, width, [shared]), width, readers)
+        if pooled_vector:
+            h = h if alone else self._affine(f"r{node}", h, width, [vector])
+            self._add(Step(op="mean", name=f"g{node}", inputs=(h,)))
 
-    def _inputs(self, node: int, sources: Sequence[tuple[int, bool]]) -> str:
+    def _inputs(self, node: int) -> tuple[Edge, ...]:
+        """The edges into a map, those that read at its own resolution first."""
+        edges = [(i, j) for i, j in self.edges if j == node]
+        return tuple(sorted(edges, key=lambda edge: (self._pooled(edge), edge)))
+
+    def _readers(self, node: int) -> tuple[Edge, ...]:
+        """The edges that read the shared part of a map."""
+        T = self.lattice.output
+        return tuple((i, j) for i, j in self.edges if i == node and (j != T or self.segments))
+
+    def _pooled(self, edge: Edge) -> bool:
+        """Does the edge read its map at half resolution?"""
+        return edge[0] > 0 and edge[1] != self.lattice.output and self.lattice.falls(edge)
+
+    def _width(self, edge: Edge) -> int:
+        """Channels of what an edge reads of a shared part, or of the stem."""
+        return channels(self.config, self.lattice.scale(edge[0]) if edge[0] else 0) // 4
+
+    def _chained(self, edge: Edge) -> bool:
+        """Is it all that its target reads and all that reads its source: a link of a chain? (Max pooling breaks it.)"""
+        if edge[0] == 0 or edge[1] == self.lattice.output or (self.segments and self._pooled(edge)):
+            return False
+        return self._inputs(edge[1]) == (edge,) == self._readers(edge[0])
+
+    def _read(self, node: int) -> str:
         """The inputs of a map side by side, after BN-ReLU."""
+        inputs = self._inputs(node)
         if node == 1:
             return "stem"
-        if chained(self.lattice, self.edges, node, self.segments):
-            return f"{'p' if sources[0][1] else 'z'}{sources[0][0]}"
-        widths = input_widths(self.config, self.lattice, self.edges, node)
-        return self._activated(str(node), sources, sum(widths))
+        if self._chained(inputs[0]):
+            return self._name(inputs[0])
+        return self._activated(str(node), inputs)
 
-    def _activated(self, label: str, sources: Sequence[tuple[int, bool]], width: int) -> str:
-        names = [f"{'p' if pooled else 'z'}{i}" for i, pooled in sources]
+    def _name(self, edge: Edge) -> str:
+        return f"{'p' if self._pooled(edge) else 'z'}{edge[0]}"
+
+    def _activated(self, label: str, edges: Sequence[Edge]) -> str:
+        names = [self._name(edge) for edge in edges]
         if len(names) > 1:
-            self._add(Step(op="concat", name=f"cat{label}", inputs=tuple(names)))
-            names = [f"cat{label}"]
-        return self._affine(f"u{label}", names[0], width)
+            names = [self._add(Step(op="concat", name=f"cat{label}", inputs=tuple(names)))]
+        return self._affine(f"u{label}", names[0], sum(map(self._width, edges)), [EdgeNorm(edge) for edge in edges])
 
-    def _shared(self, node: int, h: str, width: int, readers: Iterable[int]) -> None:
+    def _shared(self, node: int, h: str, width: int, readers: Sequence[Edge]) -> None:
         """DConv, at full and at half resolution as its readers need it."""
-        lattice = self.lattice
-        kinds = {j != lattice.output and lattice.falls((node, j)) for j in readers}
-        size = self.sizes[lattice.scale(node)]
+        kinds = {self._pooled(edge) for edge in readers}
+        size = self.sizes[self.lattice.scale(node)]
         # A BN-ReLU behind the shared part disappears in its last convolution, if it is the only one.
-        alone = next((j for j in readers if chained(lattice, self.edges, j, self.segments)), None) is not None
-        act = self.act if alone else None
-        d = self._conv(f"d{node}", h, (width, 1, 3, 3), groups=width, bias=False)
+        behind = [EdgeNorm(edge) for edge in readers if self._chained(edge)]
+        pointwise, shape = SharedPart(node, "pointwise"), (width // 4, width, 1, 1)
+        d = self._conv(f"d{node}", h, SharedPart(node, "depthwise"), (width, 1, 3, 3), groups=width)
         if kinds == {True} and not self.segments:  # pooling is linear: before the pointwise convolution it saves work
-            d = self._pool(f"h{node}", d, size=size)
-            self._conv(f"p{node}", d, (width // 4, width, 1, 1), bias=alone, act=act)
+            self._conv(f"p{node}", self._pool(f"h{node}", d, size=size), pointwise, shape, norms=behind)
             return
-        z = self._conv(f"z{node}", d, (width // 4, width, 1, 1), bias=alone, act=act)
+        z = self._conv(f"z{node}", d, pointwise, shape, norms=behind)
         if True in kinds:
             self._pool(f"p{node}", z, largest=self.segments, size=size)
 
+    def _output_edges(self, exit: int) -> tuple[Edge, ...]:
+        """The edges into the output that an exit sees."""
+        T, last = self.lattice.output, self.lattice.exits[exit - 1]
+        return tuple(sorted((i, j) for i, j in self.edges if j == T and i <= last))
+
     def _classify(self, exit: int) -> None:
         """The linear parts of the output edges, their mixing and the classifier, all folded into one matrix."""
-        sources = output_sources(self.lattice, self.edges, exit)
-        width = sum(channels(self.config, self.lattice.scale(i)) for i in sources)
-        names = tuple(f"g{i}" for i in sources)
+        edges = self._output_edges(exit)
+        width = sum(channels(self.config, self.lattice.scale(i)) for i, _ in edges)
+        names = tuple(f"g{i}" for i, _ in edges)
         if len(names) > 1:
             names = (self._add(Step(op="concat", name=f"cat_e{exit}", inputs=names)),)
-        shape = (self.config.num_classes, width)
-        self._add(Step(op="linear", name=f"logits{exit}", inputs=names, shape=shape, bias=True))
+        shape, scores = (self.config.num_classes, width), Scores(exit, edges)
+        self._add(Step(op="linear", name=f"logits{exit}", inputs=names, shape=shape, kernel=scores, bias=True))
 
     def _segment(self, exit: int) -> None:
         """Mixes in the maps since the last exit, scale by scale; then the classifier of pixels."""
-        lattice, config, sizes = self.lattice, self.config, self.sizes
-        T, before = lattice.output, [k for k in self.exits if k < exit]
-        seen = output_sources(lattice, self.edges, exit)
-        new = [i for i in seen if not before or i > lattice.exits[before[-1] - 1]]
+        config, sizes, scale_of = self.config, self.sizes, self.lattice.scale
+        before = [k for k in self.exits if k < exit]
+        older = self._output_edges(before[-1]) if before else ()
+        seen = self._output_edges(exit)
+        new = [edge for edge in seen if edge not in older]
         if new:
+            left, shape = Remainder(older, seen), (config.channels,)
             for scale, name in self.outputs.items():
-                self.outputs[scale] = self._affine(f"left{exit}_{scale}", name, config.channels, act=None, bias=False)
-        for scale in sorted({lattice.scale(i) for i in new}):
-            here = [i for i in new if lattice.scale(i) == scale]
-            width = len(here) * channels(config, scale) // 4
-            u = self._activated(f"{T}_{exit}_{scale}", [(i, False) for i in here], width)
-            o = self._conv(f"o{exit}_{scale}", u, (config.channels, width, 1, 1))
+                step = Step(op="affine", name=f"left{exit}_{scale}", inputs=(name,), shape=shape, kernel=left)
+                self.outputs[scale] = self._add(step)
+        for scale in sorted({scale_of(i) for i, _ in new}):
+            here = tuple(edge for edge in new if scale_of(edge[0]) == scale)
+            u = self._activated(f"{self.lattice.output}_{exit}_{scale}", here)
+            width = sum(map(self._width, here))
+            mixed = MixedEdges(here, seen)
+            o = self._conv(f"o{exit}_{scale}", u, mixed, (config.channels, width, 1, 1), bias=True)
             if scale in self.outputs:
-                self._add(Step(op="add", name=f"sum{exit}_{scale}", inputs=(self.outputs[scale], o)))
-                o = f"sum{exit}_{scale}"
+                o = self._add(Step(op="add", name=f"sum{exit}_{scale}", inputs=(self.outputs[scale], o)))
             self.outputs[scale] = o
         h = ""
         for scale, name in sorted(self.outputs.items()):
             up = name if scale == 0 else self._resize(f"up{exit}_{scale}", name, sizes[scale], sizes[0])
             h = up if not h else self._add(Step(op="add", name=f"h{exit}_{scale}", inputs=(h, up)))
+        self._classify_pixels(exit, h)
+
+    def _classify_pixels(self, exit: int, h: str) -> None:
+        config, few = self.config, CLASSIFIER_CHANNELS
         middle, final = classifier_sizes(config, config.input_size)
-        few = CLASSIFIER_CHANNELS
-        h = self._resize(f"first_up{exit}", h, sizes[0], middle)
-        h = self._affine(f"first{exit}", h, config.channels)
-        h = self._conv(f"middle{exit}", h, (few, config.channels, 1, 1), bias=False)
+        h = self._resize(f"first_up{exit}", h, self.sizes[0], middle)
+        h = self._affine(f"first{exit}", h, config.channels, [ClassifierNorm(exit, "first")])
+        h = self._conv(f"middle{exit}", h, ClassifierPart(exit, "conv"), (few, config.channels, 1, 1))
         h = self._resize(f"second_up{exit}", h, middle, final)
-        h = self._affine(f"second{exit}", h, few)
-        h = self._conv(f"depthwise{exit}", h, (few, 1, 3, 3), groups=few, bias=False)
-        self._conv(f"logits{exit}", h, (config.num_classes, few, 1, 1))
+        h = self._affine(f"second{exit}", h, few, [ClassifierNorm(exit, "second")])
+        h = self._conv(f"depthwise{exit}", h, ClassifierPart(exit, "depthwise"), (few, 1, 3, 3), groups=few)
+        last = ClassifierPart(exit, "pointwise")
+        self._conv(f"logits{exit}", h, last, (config.num_classes, few, 1, 1), bias=True)
 
     def _add(self, step: Step) -> str:
         self.steps.append(step)
@@ -238,37 +292,42 @@ class _Builder:
         self,
         name: str,
         source: str,
+        kernel: Kernel,
         shape: tuple[int, int, int, int],
         *,
+        norms: Sequence[Norm] = (),
+        bias: bool = False,
         stride: int = 1,
         groups: int = 1,
-        bias: bool = True,
-        act: Literal["relu", "prelu"] | None = None,
     ) -> str:
+        """A convolution; with batch normalisations behind it, those are folded in and the activation follows."""
         step = Step(
             op="conv",
             name=name,
             inputs=(source,),
             shape=shape,
-            bias=bias,
-            activation=act,
+            kernel=kernel,
+            norms=tuple(norms),
+            bias=bias or bool(norms),
+            activation=self.act if norms else None,
             stride=stride,
             padding=shape[2] // 2,
             groups=groups,
         )
         return self._add(step)
 
-    def _affine(
-        self,
-        name: str,
-        source: str,
-        width: int,
-        *,
-        bias: bool = True,
-        act: Literal["relu", "prelu", "own"] | None = "own",
-    ) -> str:
-        kind = self.act if act == "own" else act
-        return self._add(Step(op="affine", name=name, inputs=(source,), shape=(width,), bias=bias, activation=kind))
+    def _affine(self, name: str, source: str, width: int, norms: Sequence[Norm]) -> str:
+        """Batch normalisations side by side, and the activation."""
+        step = Step(
+            op="affine",
+            name=name,
+            inputs=(source,),
+            shape=(width,),
+            norms=tuple(norms),
+            bias=True,
+            activation=self.act,
+        )
+        return self._add(step)
 
     def _pool(self, name: str, source: str, *, size: tuple[int, int], largest: bool = False) -> str:
         odd = any(side % 2 for side in size)
@@ -291,31 +350,3 @@ def _shape(step: Step, inputs: list[tuple[int, ...]]) -> tuple[int, ...]:
     if step.op == "pool":
         return (width, *((side + 1) // 2 for side in size))
     return (width, *(step.size or size))
-
-
-def mixed_inputs(lattice: Lattice, edges: frozenset[Edge], node: int) -> list[tuple[int, bool]]:
-    """The maps that a map reads and whether it reads them at half resolution: kept ones first, as `Mixture` has it."""
-    sources = [(i, i > 0 and lattice.falls((i, node))) for i in lattice.inputs[node] if (i, node) in edges]
-    return sorted(sources, key=lambda source: (source[1], source[0]))
-
-
-def chained(lattice: Lattice, edges: frozenset[Edge], node: int, segments: bool) -> bool:
-    """Is this map's one input read by nothing else, so that both are links of a chain? (Largest-pooling breaks it.)"""
-    if node in (1, lattice.output):
-        return False
-    sources = mixed_inputs(lattice, edges, node)
-    if len(sources) != 1 or (segments and sources[0][1]):
-        return False
-    return [j for i, j in edges if i == sources[0][0] and (j != lattice.output or segments)] == [node]
-
-
-def input_widths(config: MixtureConfig, lattice: Lattice, edges: frozenset[Edge], node: int) -> list[int]:
-    """Channels of each of a map's inputs."""
-    scales = [lattice.scale(i) if i else 0 for i, _ in mixed_inputs(lattice, edges, node)]
-    return [channels(config, scale) // 4 for scale in scales]
-
-
-def output_sources(lattice: Lattice, edges: frozenset[Edge], exit: int) -> list[int]:
-    """The maps that an exit reads."""
-    last = lattice.exits[exit - 1]
-    return sorted(i for i, j in edges if j == lattice.output and i <= last)

@@ -21,8 +21,21 @@ from cnmm.config import MixtureConfig
 from cnmm.cost import Cost, CostTable
 from cnmm.export import graph
 from cnmm.export.graph import Graph, Step
-from cnmm.lattice import OperatingPoint
-from cnmm.mixture import Map, Mixture
+from cnmm.export.ingredients import (
+    ClassifierNorm,
+    ClassifierPart,
+    EdgeNorm,
+    Kernel,
+    MixedEdges,
+    Norm,
+    Remainder,
+    Scores,
+    SharedNorm,
+    SharedPart,
+    Stem,
+)
+from cnmm.lattice import Edge, OperatingPoint
+from cnmm.mixture import Mixture
 from cnmm.prune import named_point
 from cnmm.run_folder import CONFIG_FILE, WEIGHTS_FILE, read_config
 
@@ -169,172 +182,115 @@ def load_slim(folder: str | Path) -> SlimNetwork:
 
 @torch.no_grad()
 def _folded(model: Mixture, made: Graph) -> SlimNetwork:
-    tensors = _Folder(model, made).fold()
+    evaluator = _Evaluator(model)
+    tensors = {name: tensor for step in made.steps for name, tensor in evaluator.tensors(step).items()}
     return SlimNetwork(made, {name: tensor.float().contiguous() for name, tensor in tensors.items()}).eval()
 
 
-class _Folder:
-    """Computes the tensors of a graph from those of a mixture, in float64."""
+class _Evaluator:
+    """Computes what the ingredients of steps stand for from the tensors of a mixture, in float64."""
 
-    def __init__(self, model: Mixture, made: Graph) -> None:
-        self.model, self.made = model, made
-        self.lattice = model.lattice
-        self.edges = model.live_edges(made.point)
+    def __init__(self, model: Mixture) -> None:
+        self.model = model
         self.gates = None if model.config.mixing == "sum" else model.gate_logits.double().sigmoid()[None]
-        self.weights = model.mixing_weights(self.edges, self.gates)
-        self.tensors: dict[str, Tensor] = {}
 
-    def fold(self) -> dict[str, Tensor]:
-        steps = {step.name for step in self.made.steps}
-        self._stem()
-        for node in range(1, self.lattice.output):
-            if f"m{node}" in steps:
-                self._map(node, steps)
-        before: list[int] = []
-        for exit in self.made.exits:
-            if self.model.config.task == "classification":
-                self._classify(exit)
-            else:
-                self._segment(exit, before, steps)
-            before.append(exit)
-        return self.tensors
-
-    def _put(self, name: str, weight: Tensor, bias: Tensor | None = None, slope: Tensor | None = None) -> None:
-        for kind, tensor in (("weight", weight), ("bias", bias), ("slope", slope)):
-            if tensor is not None:
-                self.tensors[f"{name}.{kind}"] = tensor
-
-    def _stem(self) -> None:
-        affine = self._node(1).mix.affine
-        scale, shift = _scale_shift(self.model.stem_statistics, affine)
-        self._put("stem", self.model.stem.double() * scale.view(-1, 1, 1, 1), shift, affine.slope)
-
-    def _map(self, node: int, steps: set[str]) -> None:
-        this = self._node(node)
-        sources = graph.mixed_inputs(self.lattice, self.edges, node)
-        index = [this.sources.index(i) for i, _ in sources]
-        weights = [self.weights[i, node] for i, _ in sources]
-        matrix_DC, bias_C = _mixed(this.mix, index, weights)
-        reads = f"g{node}" in steps
-        shared = f"d{node}" in steps
+    def tensors(self, step: Step) -> dict[str, Tensor]:
+        """By name: weight, bias and slope, as far as the step has them."""
+        if not step.tensors:
+            return {}
+        weight, bias = (None, None) if step.kernel is None else self._kernel(step.kernel, step.shape)
         slope = None
-        if shared and f"a{node}" not in steps:
-            assert this.shared is not None
-            scale, shift = _scale_shift(this.statistics, this.shared.affine)
-            matrix_DC, bias_C, slope = matrix_DC * scale, bias_C * scale + shift, this.shared.affine.slope
-        elif reads and f"r{node}" not in steps:
-            scale, shift = self._reading(node)
-            matrix_DC, bias_C = matrix_DC * scale, bias_C * scale + shift
-        self._put(f"m{node}", matrix_DC.T[:, :, None, None], bias_C, slope)
-        if f"u{node}" in steps:
-            self._inputs(f"u{node}", this.mix, index, sources)
-        if f"r{node}" in steps:
-            self._put(f"r{node}", *self._reading(node))
-        if shared:
-            assert this.shared is not None
-            if f"a{node}" in steps:
-                affine = this.shared.affine
-                self._put(f"a{node}", *_scale_shift(this.statistics, affine), affine.slope)
-            self._put(f"d{node}", this.shared.depthwise)
-            self._pointwise(f"z{node}" if f"z{node}" in steps else f"p{node}", node, this.shared)
+        if step.norms:
+            scales, shifts, slopes = zip(*map(self._norm, step.norms), strict=True)
+            scale, shift = torch.cat(scales), torch.cat(shifts)
+            slope = None if slopes[0] is None else torch.cat(slopes)
+            weight = scale if weight is None else weight * scale.view(-1, *[1] * (weight.dim() - 1))
+            bias = shift if bias is None else bias * scale + shift
+        named = {f"{step.name}.weight": weight, f"{step.name}.bias": bias, f"{step.name}.slope": slope}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def _pointwise(self, name: str, node: int, shared: blocks.Shared) -> None:
-        """The last convolution of a shared part, with the BN of its only reader folded in if there is one."""
-        weight = shared.pointwise.double()
-        reader = max((j for i, j in self.edges if i == node and j != self.lattice.output), default=0)
-        if reader and graph.chained(self.lattice, self.edges, reader, self.model.config.task == "segmentation"):
-            mix, (source,) = self._node(reader).mix, graph.mixed_inputs(self.lattice, self.edges, reader)
-            scale, shift, slope = self._input(mix, self._node(reader).sources.index(node), source)
-            self._put(name, weight * scale.view(-1, 1, 1, 1), shift, slope)
-        else:
-            self._put(name, weight)
+    def _kernel(self, kernel: Kernel, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias."""
+        model = self.model
+        match kernel:
+            case Stem():
+                return model.stem.double(), None
+            case SharedPart():
+                return getattr(_shared(model, kernel.node), kernel.name).double(), None
+            case MixedEdges():
+                matrix_DC, bias_C = self._mixed(kernel)
+                return matrix_DC.T[:, :, None, None], bias_C
+            case Remainder():
+                first = kernel.older[0]
+                left = self._weights(kernel.among)[first] / self._weights(kernel.older)[first]
+                return left * torch.ones(shape, dtype=torch.float64), None
+            case Scores():
+                return self._scores(kernel)
+            case ClassifierPart():
+                classifier = _pixel_classifier(model, kernel.exit)
+                bias = classifier.bias.double() if kernel.name == "pointwise" else None
+                return getattr(classifier, kernel.name).double(), bias
 
-    def _inputs(self, name: str, mix: blocks.Mix, index: list[int], sources: list[tuple[int, bool]]) -> None:
-        """BN of the inputs of a map: the normalisation is the source's, scale and shift are the edge's own."""
-        parts = [self._input(mix, k, source) for k, source in zip(index, sources, strict=True)]
-        scales, shifts, slopes = zip(*parts, strict=True)
-        self._put(name, torch.cat(scales), torch.cat(shifts), None if slopes[0] is None else torch.cat(slopes))
+    def _norm(self, norm: Norm) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A batch normalisation as scale and shift, and the slopes behind it."""
+        model = self.model
+        match norm:
+            case EdgeNorm():
+                module, k = model.edge_module(norm.edge)
+                own = slice(*module.span(k)) if isinstance(module, blocks.Mix) else k
+                return _scale_shift(model.edge_statistics(norm.edge), module.affine, own)
+            case SharedNorm():
+                return _scale_shift(model.map_module(norm.node).statistics, _shared(model, norm.node).affine)
+            case ClassifierNorm():
+                classifier = _pixel_classifier(model, norm.exit)
+                if norm.name == "first":
+                    return _scale_shift(classifier.first_statistics, classifier.first)
+                return _scale_shift(classifier.second_statistics, classifier.second)
 
-    def _input(self, mix: blocks.Mix, edge: int, source: tuple[int, bool]) -> tuple[Tensor, Tensor, Tensor | None]:
-        node, pooled = source
-        statistics = self._node(node).pooled_statistics if pooled else self._node(node).kept_statistics
-        assert statistics is not None
-        columns = slice(*mix.span(edge))
-        slope = None if mix.affine.slope is None else mix.affine.slope[columns]
-        return (*_scale_shift(statistics, mix.affine, columns), slope)
+    def _mixed(self, kernel: MixedEdges) -> tuple[Tensor, Tensor]:
+        """The matrix [D, C] and the bias: convolutions, last BN and mixing weights of the edges."""
+        weights = self._weights(kernel.among)
+        matrices, bias = [], torch.zeros((), dtype=torch.float64)
+        for edge in kernel.edges:
+            mix, k = self.model.edge_module(edge)
+            assert isinstance(mix, blocks.Mix)
+            scale, shift, _ = _scale_shift(mix.statistics, mix.out_affine, k, k)
+            matrices.append(mix.weight[slice(*mix.span(k))].double() * scale * weights[edge])
+            bias = bias + shift * weights[edge]
+        return torch.cat(matrices), bias
 
-    def _reading(self, node: int) -> tuple[Tensor, Tensor]:
-        """BN of an output edge of classification."""
-        output = cast(blocks.VectorOutput, self.model.outputs[str(self.lattice.scale(node))])
-        return _scale_shift(self._node(node).statistics, output.affine, self._position(node))
-
-    def _classify(self, exit: int) -> None:
+    def _scores(self, kernel: Scores) -> tuple[Tensor, Tensor]:
         """FC-BN of the output edges, their mixture and the classifier: one matrix and one bias."""
-        sources = graph.output_sources(self.lattice, self.edges, exit)
-        weights = self._output_weights(sources)
-        classifier = cast(nn.Linear, self.model.classifiers[str(exit)])
+        weights = self._weights(kernel.edges)
+        classifier = cast(nn.Linear, self.model.classifiers[str(kernel.exit)])
         final = classifier.weight.double()
         parts, bias = [], classifier.bias.double()
-        for i in sources:
-            output = cast(blocks.VectorOutput, self.model.outputs[str(self.lattice.scale(i))])
-            k = self._position(i)
-            scale, shift = _scale_shift(output.statistics, output.out_affine, k, k)
-            parts.append(final @ (output.weight[k].double() * scale * weights[i]).T)
-            bias = bias + final @ (shift * weights[i])
-        self._put(f"logits{exit}", torch.cat(parts, 1), bias)
+        for edge in kernel.edges:
+            output, k = self.model.edge_module(edge)
+            scale, shift, _ = _scale_shift(output.statistics, output.out_affine, k, k)
+            parts.append(final @ (output.weight[k].double() * scale * weights[edge]).T)
+            bias = bias + final @ (shift * weights[edge])
+        return torch.cat(parts, 1), bias
 
-    def _segment(self, exit: int, before: list[int], steps: set[str]) -> None:
-        lattice, model = self.lattice, self.model
-        seen = graph.output_sources(lattice, self.edges, exit)
-        weights = self._output_weights(seen)
-        new = [i for i in seen if not before or i > lattice.exits[before[-1] - 1]]
-        if before and new:
-            old = [i for i in seen if i not in new]
-            left = weights[old[0]] / self._output_weights(old)[old[0]]
-            for scale in range(model.config.scales):
-                if f"left{exit}_{scale}" in steps:
-                    self._put(f"left{exit}_{scale}", left * torch.ones(model.config.channels, dtype=torch.float64))
-        for scale in sorted({lattice.scale(i) for i in new}):
-            here = [i for i in new if lattice.scale(i) == scale]
-            mix = cast(blocks.Mix, model.outputs[str(scale)])
-            index = [self._position(i) for i in here]
-            matrix_DC, bias_C = _mixed(mix, index, [weights[i] for i in here])
-            self._put(f"o{exit}_{scale}", matrix_DC.T[:, :, None, None], bias_C)
-            self._inputs(f"u{lattice.output}_{exit}_{scale}", mix, index, [(i, False) for i in here])
-        classifier = cast(blocks.PixelClassifier, model.classifiers[str(exit)])
-        first, second = classifier.first, classifier.second
-        self._put(f"first{exit}", *_scale_shift(classifier.first_statistics, first), first.slope)
-        self._put(f"middle{exit}", classifier.conv)
-        self._put(f"second{exit}", *_scale_shift(classifier.second_statistics, second), second.slope)
-        self._put(f"depthwise{exit}", classifier.depthwise)
-        self._put(f"logits{exit}", classifier.pointwise, classifier.bias)
+    def _weights(self, edges: tuple[Edge, ...]) -> dict[Edge, Tensor]:
+        return self.model.mixing_weights(edges, self.gates)
 
-    def _output_weights(self, sources: list[int]) -> dict[int, Tensor]:
-        T = self.lattice.output
-        return {i: w for (i, _), w in self.model.mixing_weights([(i, T) for i in sources], self.gates).items()}
 
-    def _node(self, node: int) -> Map:
-        return cast(Map, self.model.maps[str(node)])
+def _shared(model: Mixture, node: int) -> blocks.Shared:
+    shared = model.map_module(node).shared
+    assert shared is not None
+    return shared
 
-    def _position(self, node: int) -> int:
-        scale, T = self.lattice.scale(node), self.lattice.output
-        return [i for i in self.lattice.inputs[T] if self.lattice.scale(i) == scale].index(node)
+
+def _pixel_classifier(model: Mixture, exit: int) -> blocks.PixelClassifier:
+    return cast(blocks.PixelClassifier, model.classifiers[str(exit)])
 
 
 def _scale_shift(
     statistics: blocks.Statistics, affine: blocks.Affine, own: Any = ..., row: Any = ...
-) -> tuple[Tensor, Tensor]:
-    """A batch normalisation as scale and shift; `own`: which part of the affine, `row`: which of the statistics."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A batch normalisation as scale and shift, and the slopes; `own`: part of the affine, `row`: of the statistics."""
     gamma, beta = affine.weight[own].double(), affine.bias[own].double()
     scale = gamma * (statistics.var[row].double() + fused.EPS).rsqrt()
-    return scale, beta - statistics.mean[row].double() * scale
-
-
-def _mixed(mix: blocks.Mix, index: list[int], weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The matrix [D, C] and the bias of a map: convolutions, last BN and mixing weights of its edges."""
-    matrices, bias = [], torch.zeros((), dtype=torch.float64)
-    for k, weight in zip(index, weights, strict=True):
-        scale, shift = _scale_shift(mix.statistics, mix.out_affine, k, k)
-        matrices.append(mix.weight[slice(*mix.span(k))].double() * scale * weight)
-        bias = bias + shift * weight
-    return torch.cat(matrices), bias
+    slope = None if affine.slope is None else affine.slope[own].double()
+    return scale, beta - statistics.mean[row].double() * scale, slope

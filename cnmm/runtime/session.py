@@ -150,7 +150,7 @@ class Session:
 
     @property
     def cascade(self) -> Cascade | None:
-        """Exits, macs and thresholds of the stages for early exits, if they are runner."""
+        """Exits, macs and thresholds of the stages for early exits, if they are loaded."""
         return self._runner.cascade if self._runner else None
 
     @property

@@ -6,11 +6,11 @@ Later in a training, the loss of a random operating point is added (`ladder_tuni
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cnmm import distributed
 from cnmm.config import Gates
+from cnmm.evaluation.task import task_of
 from cnmm.mixture import Mixture
 from cnmm.training.config import TrainConfig
 from cnmm.training.ladder_tuning import ladder_loss, tunes_ladder
@@ -23,12 +23,12 @@ def training_loss(
     """Eq. (9), the weighted losses of all exits from one sample of the gates; later in training with a ladder point."""
     gates, group = draw_gates(model, config, at, len(x))
     logits = model.forward_exits(x, gates=gates, group=group)
-    weights = exit_weights(list(logits), config)
+    task, weights = task_of(model.config), exit_weights(list(logits), config)
     total = torch.zeros((), device=x.device)
     for exit, score in logits.items():
-        total = total + weights[exit] * F.cross_entropy(score.float(), labels, label_smoothing=config.label_smoothing)
+        total = total + weights[exit] * task.loss(score, labels, label_smoothing=config.label_smoothing)
     if tunes_ladder(model, config, part):
-        teacher = logits[max(logits)].detach().float()
+        teacher = logits[max(logits)].detach()
         total = total + config.ladder_weight * ladder_loss(model, x, labels, teacher, config, at)
     return total
 

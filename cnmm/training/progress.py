@@ -46,7 +46,7 @@ class EpochResult:
     """Mean entropy of the gates, in bits."""
     metric: str
     quality: dict[int, float]
-    """Per exit, on the held-out images (on the training images of the last batches if none are held out)."""
+    """By that metric, per exit, on the held-out images; empty if none are held out."""
 
 
 class Meter:
@@ -86,9 +86,11 @@ def epoch_result(
     meter: Meter,
 ) -> EpochResult:
     """Quality of every exit on the held-out images with the running statistics, and the state of the gates."""
-    metric, qualities = task_of(model.config).check_metric(None), {}
+    metric = task_of(model.config).check_metric()
+    quality: dict[int, float] = {}
     if len(held_out):
-        qualities = evaluate_exits(model, images.batches(data.train, held_out))
+        exits = evaluate_exits(model, images.batches(data.train, held_out), metric=metric)
+        quality = {exit: found.value for exit, found in exits.items()}
         meter.last = time.monotonic()
     return EpochResult(
         epoch=epoch + 1,
@@ -97,7 +99,7 @@ def epoch_result(
         images_per_s=meter.images_per_s,
         entropy=gate_entropy(model),
         metric=metric,
-        quality={exit: quality.value for exit, quality in qualities.items()},
+        quality=quality,
     )
 
 

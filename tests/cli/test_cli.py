@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,9 @@ import cnmm
 from cnmm import create_model
 from cnmm.cli import main as cli
 from cnmm.run_folder import save
+from tests.helpers import RUN_CLI, ask, complaint, in_new_process, python
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "numpy", "matplotlib", "onnxruntime", "openvino", "safetensors", "PIL")
-
-WITHOUT_HEAVY = f"""
-import sys
-from cnmm.cli.main import main
-
-class Missing:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in {HEAVY}:
-            raise ModuleNotFoundError(name=name)
-
-sys.meta_path.insert(0, Missing())
-sys.exit(main(sys.argv[1:]))
-"""
 
 OPTIONS = {
     "models": {"--json", "--debug"},
@@ -45,10 +31,23 @@ OPTIONS = {
         *("--device", "--workers"),
     },
     "evaluate": {
-        *("--data", "--split", "--point", "--budget", "--raw", "--monte-carlo", "--device", "--workers"),
-        *("--json", "--debug"),
+        *("--data", "--split", "--point", "--budget", "--metric", "--raw", "--monte-carlo", "--hard", "--device"),
+        *("--workers", "--json", "--debug"),
     },
-    "frontier": {"--data", "--rule", "--images", "--points", "--test", "--plot", "--json", "--debug"},
+    "frontier": {
+        *(
+            "--data",
+            "--rule",
+            "--images",
+            "--points",
+            "--metric",
+            "--statistics",
+            "--test",
+            "--plot",
+            "--json",
+            "--debug",
+        )
+    },
     "choose": {"--budget", "--json", "--debug"},
     "slim": {"-o", "--out", "--budget", "--point", "--data", "--json", "--debug"},
     "export": {"-o", "--out", "--budget", "--point", "--ladder", "--precision", "--data", "--json", "--debug"},
@@ -71,13 +70,7 @@ B6S3 = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quiet_environment(monkeypatch, tmp_path):
-    """Wide help pages without colours, no tracebacks, and a working folder of its own."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.delenv("CNMM_DEBUG", raising=False)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("quiet_environment")
 
 
 @pytest.fixture(scope="session")
@@ -90,53 +83,29 @@ def run_folder(tmp_path_factory):
     return folder
 
 
-def ask(capsys, *args):
-    """The JSON object that a verb prints; its words, if any, go to stderr."""
-    assert cli.main([*map(str, args), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def complaint(capsys, *args):
-    """The one line that a verb complains with."""
-    assert cli.main(list(map(str, args))) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("cnmm: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    return err
-
-
-def in_new_process(*args, **options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(args, capture_output=True, text=True, env=environment, timeout=120, check=False, **options)
-
-
 # What help costs
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], *([verb, "--help"] for verb in OPTIONS)])
-def test_help_imports_nothing_heavy(args):
-    code = (
-        "import sys; from cnmm.cli import main; status = main(sys.argv[1:]); "
-        f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr); sys.exit(status)"
-    )
-    start = time.perf_counter()
-    result = in_new_process(sys.executable, "-c", code, *args)
-    seconds = time.perf_counter() - start
-    print(f"cnmm {' '.join(args)}: {seconds:.2f} s")
-    assert (result.returncode, result.stderr) == (0, "[]\n")
-    assert result.stdout
-    assert seconds < 5  # about 0.2 s on a quiet machine
+def test_help_imports_nothing_heavy():
+    """All pages in one process: what one of them imports stays in sys.modules. Starting the command is help too."""
+    code = f"""
+import sys
+from cnmm.cli import main
+for args in {[["--help"], ["--version"], *([verb, "--help"] for verb in OPTIONS)]}:
+    assert main.main(args) == 0, args
+    heavy = [name for name in {HEAVY} if name in sys.modules]
+    assert not heavy, (args, heavy)
+"""
+    result = python(code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert all(f"usage: cnmm {verb}" in result.stdout for verb in OPTIONS)
 
 
-@pytest.mark.parametrize("args", [["models"], ["info", "cnmm_b6s3"], ["info", "cnmm_b6s3", "--json"]])
-def test_looking_at_the_zoo_needs_no_torch(args):
-    result = in_new_process(sys.executable, "-c", WITHOUT_HEAVY, *args)
-    assert result.returncode == 0, result.stderr
-    assert "cnmm_b6s3" in result.stdout
+def test_looking_at_the_zoo_needs_no_torch():
+    for args in (["models"], ["info", "cnmm_b6s3"], ["info", "cnmm_b6s3", "--json"]):
+        result = python(RUN_CLI, *args, missing=HEAVY)
+        assert result.returncode == 0, result.stderr
+        assert "cnmm_b6s3" in result.stdout
 
 
 def test_python_m_and_version():
@@ -354,7 +323,7 @@ def test_interrupt(capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "find_model", interrupt)
+    monkeypatch.setattr("cnmm.cli.models.find_model", interrupt)
     assert cli.main(["info", "cnmm_b6s3"]) == 130
     assert capsys.readouterr() == ("", "cnmm: interrupted\n")
 
@@ -363,14 +332,8 @@ def test_a_closed_pipe_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", "cnmm", "models"],
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            timeout=120,
-            check=False,
+        result = in_new_process(
+            *(sys.executable, "-m", "cnmm", "models"), capture_output=False, stdout=writer, stderr=subprocess.PIPE
         )
     finally:
         os.close(writer)

@@ -1,74 +1,90 @@
+"""`cnmm train` and `cnmm evaluate` as their users run them: in a process of their own, killed, interrupted, resumed."""
+
 import dataclasses
 import json
-import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
 import cnmm
+from cnmm import run_training
+from cnmm.data import open_data
 from cnmm.training.config import TrainConfig
-from tests.training.helpers import COMMAND, command, new_model, small_data
+from tests.helpers import ROOT, ask, in_new_process, refused
+from tests.training.helpers import new_model
+
+SHORT = ("--model", "cnmm_tiny", "--epochs", "4", "--batch-size", "50", "--val", "100", "--precision", "float32")
 
 
-def test_kill_and_resume_give_the_same_weights_bit_by_bit(tmp_path):
+@pytest.fixture
+def command(fashion_folder):
+    """A short training; `--out` is missing."""
+    return [sys.executable, "-m", "cnmm", "train", "--data", f"fashion:{fashion_folder}", *SHORT]
+
+
+def wait_for_a_checkpoint(run, process):
+    deadline = time.monotonic() + 120
+    while not list(run.glob("checkpoints/step-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_kill_and_resume_give_the_same_weights_bit_by_bit(command, tmp_path, capsys):
     """The real thing: a process that is killed without warning, then --resume."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command(*COMMAND, "--out", str(tmp_path / "whole"), "--json"), env=environment, capture_output=True, text=True
-    )
+    done = in_new_process(*command, "--out", tmp_path / "whole", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["n"] == 1000
+    assert answer["n"] == 100
     assert [row["exit"] for row in answer["exits"]] == [1, 2, 3]
-    part = subprocess.Popen(
-        command(*COMMAND, "--out", str(tmp_path / "part")), env=environment, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "part" / "log.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.7)  # somewhere in the second epoch
-    part.send_signal(signal.SIGKILL)
+    part = subprocess.Popen([*command, "--out", tmp_path / "part"], stderr=subprocess.DEVNULL, cwd=ROOT)
+    wait_for_a_checkpoint(tmp_path / "part", part)
+    part.send_signal(signal.SIGKILL)  # somewhere in the second epoch
     part.wait()
     assert not (tmp_path / "part" / "model.safetensors").exists()
-    refused = subprocess.run(command(*COMMAND, "--out", str(tmp_path / "part")), capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "already holds a run; go on with --resume" in refused.stderr
-    again = subprocess.run(
-        command(*COMMAND, "--out", str(tmp_path / "part"), "--resume"), env=environment, capture_output=True, text=True
-    )
+    again = in_new_process(*command, "--out", tmp_path / "part")
+    assert again.returncode == 2
+    assert "already holds a run; go on with --resume" in again.stderr
+    again = in_new_process(*command, "--out", tmp_path / "part", "--resume")
     assert again.returncode == 0, again.stderr
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "part"))
     assert one.read_bytes() == other.read_bytes()
-    check_evaluate(tmp_path / "whole", answer)
+    measured = ask(capsys, "evaluate", tmp_path / "whole")
+    assert (measured["accuracy"], measured["exits"]) == (answer["accuracy"], answer["exits"])
 
 
-def check_evaluate(run, answer):
-    """`cnmm evaluate` finds what `cnmm train` reported, and measures points, raw and re-estimated."""
-    measured = json.loads(subprocess.check_output(command("evaluate", str(run), "--json")))
-    assert measured["accuracy"] == answer["accuracy"]
-    fields = {"point", "macs", "accuracy", "mean_class_accuracy", "n", "exits", "split", "statistics"}
-    assert fields <= measured.keys()
-    cut = json.loads(
-        subprocess.check_output(command("evaluate", str(run), "--point", "e3c5", "--split", "validation", "--json"))
-    )
-    assert (cut["point"], cut["n"], cut["statistics"]) == ("e3c5", 600, "re-estimated")
+def test_evaluate_measures_points_raw_and_re_estimated(trained_run, capsys):
+    measured = ask(capsys, "evaluate", trained_run)
+    fields = {"point", "macs", "metric", "quality", "accuracy", "mean_class_accuracy", "n", "exits", "split"}
+    assert fields | {"statistics"} <= measured.keys()
+    assert (measured["split"], measured["n"], measured["quality"]) == ("test", 100, measured["accuracy"])
+    cut = ask(capsys, "evaluate", trained_run, "--point", "e3c5", "--split", "validation")
+    assert (cut["point"], cut["n"], cut["statistics"]) == ("e3c5", 100, "re-estimated")
     assert cut["macs"] < measured["macs"]
-    raw = json.loads(subprocess.check_output(command("evaluate", str(run), "--point", "e3c5", "--raw", "--json")))
+    raw = ask(capsys, "evaluate", trained_run, "--point", "e3c5", "--raw")
     assert raw["statistics"] == "raw"
-    sampled = json.loads(subprocess.check_output(command("evaluate", str(run), "--monte-carlo", "2", "--json")))
-    assert [row["exit"] for row in sampled["exits"]] == [3]
+    other = ask(capsys, "evaluate", trained_run, "--metric", "mean_class_accuracy")
+    assert (other["metric"], other["quality"]) == ("mean_class_accuracy", measured["mean_class_accuracy"])
 
 
-def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
-    process = subprocess.Popen(
-        command(*COMMAND, "--epochs", "50", "--out", str(tmp_path / "run")), stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "log.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+def test_monte_carlo_costs_as_many_passes(trained_run, capsys):
+    whole = ask(capsys, "evaluate", trained_run)
+    sampled = ask(capsys, "evaluate", trained_run, "--monte-carlo", 2)
+    hard = ask(capsys, "evaluate", trained_run, "--monte-carlo", 2, "--hard")
+    for answer in (sampled, hard):
+        assert [row["exit"] for row in answer["exits"]] == [3]
+        assert answer["macs"] == answer["exits"][0]["macs"] == 2 * whole["macs"]
+    assert sampled == ask(capsys, "evaluate", trained_run, "--monte-carlo", 2)  # always the same samples
+
+
+def test_interrupting_saves_and_says_how_to_go_on(command, tmp_path):
+    endless = [*command, "--epochs", "50", "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(endless, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    wait_for_a_checkpoint(tmp_path / "run", process)
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -76,23 +92,43 @@ def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def test_a_training_can_start_from_a_trained_run_with_other_classes(tmp_path):
-    from cnmm.cli.training import new_model as model_for
+def test_a_training_can_start_from_a_trained_run_with_other_classes(tmp_path, fashion_folder, monkeypatch):
+    class Begun(Exception):
+        """Instead of training."""
 
+    def stop(model, *args, **options):
+        raise Begun(model)
+
+    def started(name=None, init=None, **fields):
+        with pytest.raises(Begun) as caught:
+            run_training.train(
+                f"fashion:{fashion_folder}", tmp_path / f"run{len(fields)}", model=name, init=init, **fields
+            )
+        return caught.value.args[0]
+
+    monkeypatch.setattr(run_training, "run_loop", stop)
     trained = new_model(num_classes=4)
-    cnmm.save(trained, tmp_path)
-    model = model_for(None, small_data(), tmp_path)
+    cnmm.save(trained, tmp_path / "old")
+    model = started(init=tmp_path / "old")
     assert model.config == dataclasses.replace(trained.config, num_classes=10)
     fresh = {name for name, value in model.state_dict().items() if value.shape != trained.state_dict()[name].shape}
     assert fresh == {f"classifiers.{k}.{part}" for k in (1, 2, 3) for part in ("weight", "bias")}
     for name, value in trained.state_dict().items():
         assert name in fresh or torch.equal(value, model.state_dict()[name])
-    with pytest.raises(ValueError, match="--model cnmm_seg_tiny: it labels pixels"):
-        model_for("cnmm_seg_tiny", small_data(), None)
-    with pytest.raises(ValueError, match="holds a cnmm_tiny; leave --model out"):
-        model_for("cnmm_b6s3", small_data(), tmp_path)
-    with pytest.raises(ValueError, match="it takes 1 channels, the images have 3"):
-        model_for(None, dataclasses.replace(small_data(), in_chans=3), tmp_path)
+    assert json.loads((tmp_path / "run0" / "config.json").read_text())["init"] == str(tmp_path / "old")
+    variant = started("cnmm_tiny", blocks=2, exits="last", mixing="sum").config
+    assert (variant.blocks, variant.exits, variant.mixing, variant.num_classes) == (2, "last", "sum", 10)
+    assert started(val=10).config.name == "cnmm_b4s3"  # it fits the images
+
+    spec, out = f"fashion:{fashion_folder}", tmp_path / "none"
+    assert "cnmm_seg_tiny: it labels pixels" in refused(cnmm.train, spec, out, model="cnmm_seg_tiny")
+    words = refused(cnmm.train, spec, out, model="cnmm_b6s3", init=tmp_path / "old")
+    assert "holds a cnmm_tiny; leave --model out" in words
+    assert "blocks=5" in refused(cnmm.train, spec, out, init=tmp_path / "old", blocks=5)
+    colour = dataclasses.replace(open_data(spec), in_chans=3)
+    monkeypatch.setattr(run_training, "open_data", lambda *_, **options: colour)
+    assert "it takes 1 channels, the images have 3" in refused(cnmm.train, spec, out, init=tmp_path / "old")
+    assert not out.exists()
 
 
 def test_the_flags_are_the_fields_of_the_config():

@@ -2,25 +2,23 @@ import pytest
 import torch
 
 import cnmm
-from cnmm.evaluation.evaluate import quality_of
+from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.statistics import reestimated
 from tests.training.helpers import new_model, same
 
 
-def test_quality_is_what_torchmetrics_says():
-    from torchmetrics.functional.classification import multiclass_accuracy
-
-    torch.manual_seed(0)
-    labels, predicted = torch.randint(7, (300,)), torch.randint(7, (300,))
-    predicted[:150] = labels[:150]
-    quality = quality_of(predicted, labels, 7)
-    micro = multiclass_accuracy(predicted, labels, 7, average="micro").item()
-    macro = multiclass_accuracy(predicted, labels, 7, average="macro").item()
-    assert (quality.accuracy, quality.mean_class_accuracy) == pytest.approx((micro, macro), abs=1e-6)
-    assert quality.low < quality.accuracy < quality.high
-    half = quality_of(torch.tensor([0, 1] * 50), torch.zeros(100, dtype=torch.long), 2)
-    assert (half.low, half.high) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's interval of 50 in 100
-    assert half.mean_class_accuracy == 0.5  # class 1 does not occur
+def test_every_exit_is_measured_by_the_metric_that_is_asked_for():
+    model = new_model().eval()
+    images, labels = torch.randn(40, 1, 28, 28), torch.arange(40) % 10
+    batches = [(images[:25], labels[:25]), (images[25:], labels[25:])]
+    found = evaluate_exits(model, batches, metric="mean_class_accuracy")
+    for exit, scores in model.forward_exits(images).items():
+        assert found[exit].metric == "mean_class_accuracy"
+        assert found[exit].all["accuracy"] == (scores.argmax(1) == labels).double().mean().item()
+    with pytest.raises(ValueError, match="metric 'miou'"):
+        evaluate_exits(model, batches, metric="miou")
+    with pytest.raises(ValueError, match="no images"):
+        evaluate_exits(model, [])
 
 
 def test_reestimated_statistics_are_those_of_expectation_mode_at_the_point():

@@ -7,24 +7,13 @@ import torch
 
 import cnmm
 from cnmm._files import written_aside
-from cnmm.export import ladder as export
-from cnmm.export.ladder import accuracy_of, export_onnx, onnx_bytes, open_onnx, stage_bytes
-from cnmm.export.onnx_writer import Preprocessing
+from cnmm.export import network as export
+from cnmm.export.network import export_onnx, onnx_bytes, open_onnx, quality_of_file, stage_bytes
 from cnmm.export.slim import slim, slim_cascade
-
-from .test_slim import random_points, trained
+from cnmm.ladder import read_ladder
+from tests.helpers import preprocessing, random_points, refused, trained
 
 openvino = pytest.importorskip("openvino")
-
-
-def preprocessing(config):
-    rng = np.random.default_rng(3)
-    return Preprocessing(
-        classes=tuple(f"class {k}" for k in range(config.num_classes)),
-        mean=tuple(rng.uniform(0.3, 0.6, config.in_chans)),
-        std=tuple(rng.uniform(0.1, 0.3, config.in_chans)),
-        size=config.input_size,
-    )
 
 
 def raw_images(config, num):
@@ -106,7 +95,8 @@ def test_chained_stages_equal_the_exits_of_the_mixture(name):
 
 def test_a_stage_reads_only_what_it_needs():
     model = trained("cnmm_b4s3_c32")
-    stages = [open_onnx(data) for data in stage_bytes(slim_cascade(model, "e4a0"))]
+    about = preprocessing(model.config)
+    stages = [open_onnx(data) for data in stage_bytes(slim_cascade(model, "e4a0"), about)]
     made = set()
     for session in stages:
         made |= {output.name for output in session.get_outputs()} - {"probabilities"}
@@ -123,18 +113,19 @@ def test_a_wrong_export_is_never_put_in_place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(export, "onnx_model", wrong)
     with pytest.raises(ValueError, match="differs from the one in torch"):
-        export_onnx(slim(model), tmp_path / "a.onnx")
+        export_onnx(slim(model), tmp_path / "a.onnx", preprocessing(model.config))
     assert not list(tmp_path.iterdir())
 
 
 def test_existing_files_and_missing_folders_are_refused(tmp_path):
     network = slim(trained("cnmm_tiny"))
+    about = preprocessing(network.config)
     (tmp_path / "a.onnx").write_text("mine")
     with pytest.raises(ValueError, match="exists"):
-        export_onnx(network, tmp_path / "a.onnx")
+        export_onnx(network, tmp_path / "a.onnx", about)
     assert (tmp_path / "a.onnx").read_text() == "mine"
     with pytest.raises(ValueError, match="no folder"):
-        export_onnx(network, tmp_path / "b" / "a.onnx")
+        export_onnx(network, tmp_path / "b" / "a.onnx", about)
 
 
 def test_a_folder_appears_complete_or_not_at_all(tmp_path):
@@ -166,5 +157,42 @@ def test_int8_is_close_and_needs_images():
     assert not np.array_equal(found, expected)
     assert np.abs(found - expected).max() < 0.15
     labels = expected.argmax(1)
-    assert accuracy_of(plain, [(images, labels)]) == 1.0
-    assert accuracy_of(small, [(images, labels)]) > 0.8
+    exact, near = (quality_of_file(data, [(images, labels)], model.config, "accuracy") for data in (plain, small))
+    assert (exact.value, exact.n) == (1.0, 64)
+    assert near.value > 0.8
+
+
+def test_a_ladder_needs_to_know_its_images(tmp_path, trained_run):
+    """Classes, mean and standard deviation travel with a loaded model; they are never made up."""
+    run = cnmm.Run(trained_run)
+    model = cnmm.load(trained_run)
+    model.preprocessing = None
+    line = refused(cnmm.export_ladder, model, run.frontier, tmp_path / "ladder", 2)
+    assert "cnmm.load" in line
+    assert "model.preprocessing = cnmm.Preprocessing(" in line
+    assert not list(tmp_path.iterdir())
+    cnmm.export_ladder(model, run.frontier, tmp_path / "given", 1, preprocessing=run.preprocessing)
+    cnmm.export_ladder(run.model, run.frontier, tmp_path / "own", 1)
+    assert (tmp_path / "given" / "ladder.json").read_bytes() == (tmp_path / "own" / "ladder.json").read_bytes()
+    assert read_ladder(tmp_path / "own").preprocessing == run.preprocessing
+
+
+def test_an_int8_ladder_is_measured_on_its_own_images(tmp_path, trained_run):
+    """The figures of its points are those of the int8 files, with the number of images that they were measured on."""
+    run = cnmm.Run(trained_run)
+    images, labels = run.images.held_out(60)
+    cnmm.export_ladder(
+        run.model,
+        run.frontier,
+        tmp_path / "ladder",
+        2,
+        precision="int8",
+        calibration=run.images.training(64),
+        validation=lambda: [(images, labels)],
+    )
+    ladder = read_ladder(tmp_path / "ladder")
+    assert ladder.precision == "int8"
+    for point in ladder.frontier.points:
+        probabilities = by_onnxruntime(ladder.networks[point.name].read(), images)
+        assert point.quality == (probabilities.argmax(1) == labels).mean()
+        assert (point.n, point.raw_quality, point.test_quality) == (60, None, None)

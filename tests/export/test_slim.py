@@ -100,6 +100,16 @@ def test_every_map_is_one_convolution_and_nothing_dead_is_left():
     assert {step.name for step in network.graph.steps} - used == {"logits3"}
 
 
+def test_a_slim_network_shares_no_memory_with_its_mixture():
+    model = trained("cnmm_tiny")
+    network = slim(model, "e3c2")
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
 def test_macs_are_those_of_the_point():
     model = trained("cnmm_tiny")
     table = cnmm.CostTable.of(model.config)

@@ -10,6 +10,7 @@ from cnmm import _machine
 from cnmm._machine import machine
 from cnmm.runtime import latency
 from cnmm.runtime.latency import Measurement, Timing, p95, percentile, read, store, time_calls
+from tests.helpers import refused
 
 HERE = machine()
 VERSION = latency.runtime_version("onnx")
@@ -23,12 +24,6 @@ def measurement(*points, **changes):
     fields = {"machine": HERE, "runtime": "onnx", "runtime_version": VERSION, "precision": "float32"}
     fields |= {"threads": 1, "batch": 1, "points": points or (timing(),)}
     return Measurement(**fields | changes)
-
-
-def refused(function, *args, **options):
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
-        function(*args, **options)
-    return str(caught.value)
 
 
 def test_this_machine():

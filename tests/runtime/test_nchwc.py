@@ -1,20 +1,17 @@
-import hashlib
-
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from cnmm.export.ladder import stage_bytes
+from cnmm.export.network import stage_bytes
 from cnmm.export.slim import slim_cascade
-from cnmm.ladder import Stage
+from cnmm.ladder import NetworkFile
 from cnmm.prune import cutting_order
 from cnmm.runtime import engines as runtime
 from cnmm.runtime import nchwc as blocked
 from cnmm.runtime.engines import OnnxRuntime
 from cnmm.runtime.nchwc import NotBlocked, without_conversions
-
-from .test_slim import trained
+from tests.helpers import preprocessing, trained
 
 PLAIN = ("image", "probabilities")
 SHAPE = (32, 32, 3)
@@ -24,13 +21,11 @@ def stages_in(folder, model, point):
     """The stages of a cascade, written to files."""
     folder.mkdir(exist_ok=True)
     stages = []
-    for number, data in enumerate(stage_bytes(slim_cascade(model, point)), start=1):
-        path = folder / f"stage{number}.onnx"
-        path.write_bytes(data)
+    for number, data in enumerate(stage_bytes(slim_cascade(model, point), preprocessing(model.config)), start=1):
         graph = onnx.load_from_string(data).graph
         names = [tuple(value.name for value in values) for values in (graph.input, graph.output)]
-        sha256 = hashlib.sha256(data).hexdigest()
-        stages.append(Stage(path=path, sha256=sha256, exit=number, macs=0, inputs=names[0], outputs=names[1]))
+        path = folder / f"stage{number}.onnx"
+        stages.append(NetworkFile.write(path, data, inputs=names[0], outputs=names[1]))
     return stages
 
 

@@ -3,12 +3,9 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 import tracemalloc
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,37 +14,22 @@ import pytest
 from PIL import Image
 
 import cnmm
+from cnmm.cascade import Cascade, Threshold
 from cnmm.cli import main as cli
-from cnmm.cli import running as verbs_serve
-from cnmm.ladder import Cascade, Stage, read_ladder
-from cnmm.runtime import latency
-from cnmm.runtime.early_exit import CascadeRunner, keep_deadline, leave_early
+from cnmm.ladder import read_ladder
+from cnmm.runtime import bench, latency
+from cnmm.runtime.early_exit import CascadeRunner
 from cnmm.runtime.session import Session
+from tests.helpers import RUN_CLI, ask, complaint, python, refused
 from tests.runtime.ladders import CLASSES, POINTS, SIZE, STAGE_MACS, make_ladder, network, write, written
 
-ROOT = Path(__file__).resolve().parents[2]
 RUNTIMES = [name for name in latency.RUNTIMES if latency.runtime_version(name)]
 FULL = sum(STAGE_MACS)
 
-WITHOUT_TORCH = """
-import sys
-
-class Missing:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("torch", "safetensors", "matplotlib", "onnx"):
-            raise ModuleNotFoundError(name=name)
-
-sys.meta_path.insert(0, Missing())
-from cnmm.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ladders") / "a"
-    make_ladder(folder)
-    return folder
+def folder(hand_made_ladder):
+    return hand_made_ladder
 
 
 @pytest.fixture(scope="module", params=RUNTIMES)
@@ -68,13 +50,6 @@ def picture(tmp_path_factory, images):
     path = tmp_path_factory.mktemp("pictures") / "a.png"
     Image.fromarray(images[0]).resize((40, 30)).save(path)
     return path
-
-
-def refused(function, *args, **options):
-    """The one line of a ValueError."""
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
-        function(*args, **options)
-    return str(caught.value)
 
 
 # Points
@@ -275,14 +250,14 @@ def test_confidence_is_a_probability(session, images):
         assert f"confidence={value}" in refused(session.predict, images, confidence=value)
 
 
-def fake_cascade(chain, stages=3, p95_ms=(1.0, 1.0, 1.0), thresholds=()):
-    files = [
-        Stage(path=Path("none.onnx"), sha256="", exit=n + 1, macs=10 ** (n + 1), inputs=(), outputs=())
-        for n in range(stages)
-    ]
-    return CascadeRunner(
-        cascade=Cascade(point="e3c0", stages=tuple(files), thresholds=thresholds), chain=chain, p95_ms=p95_ms
-    )
+def fake_cascade(chain, p95_ms=(1.0, 1.0, 1.0), thresholds=()):
+    cascade = made_up_cascade(thresholds, exits=(1, 2, 3), macs=(10, 100, 1000))
+    return CascadeRunner(cascade=cascade, chain=chain, p95_ms=p95_ms)
+
+
+def made_up_cascade(thresholds, exits=(1, 2), macs=(4, 5)):
+    about = {"metric": "accuracy", "n": 100, "split": "validation"}
+    return Cascade(point="e3c0", exits=exits, macs=macs, thresholds=thresholds, **about)
 
 
 class FakeChain:
@@ -309,7 +284,7 @@ def test_the_batch_closes_ranks():
     chain = FakeChain([[0.9, 0.9, 0.9], [0.6, 0.6, 0.6], [0.6, 0.8, 0.9], [0.7, 0.7, 0.6], [0.95, 0.9, 0.9]])
     images = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1)
     probabilities, exits = np.zeros((5, 2), np.float32), np.zeros(5, np.int64)
-    spent = leave_early(fake_cascade(chain), images, (0.8, 0.8), probabilities, exits)
+    spent = fake_cascade(chain).leave_early(images, (0.8, 0.8), probabilities, exits)
     assert chain.ran == [[0, 1, 2, 3, 4], [1, 2, 3], [1, 3]]
     assert exits.tolist() == [1, 3, 2, 3, 1]
     assert probabilities[:, 0] == pytest.approx([0.9, 0.6, 0.8, 0.6, 0.95])
@@ -321,7 +296,7 @@ def test_nothing_is_copied_when_all_stay_and_nothing_runs_when_none_does():
     images = np.arange(2, dtype=np.uint8).reshape(2, 1, 1, 1)
     probabilities, exits = np.zeros((2, 2), np.float32), np.zeros(2, np.int64)
     chain = FakeChain([[0.6, 0.9, 0.9], [0.6, 0.9, 0.9]])
-    assert leave_early(fake_cascade(chain), images, (0.8, 0.8), probabilities, exits) == 2 * 110
+    assert fake_cascade(chain).leave_early(images, (0.8, 0.8), probabilities, exits) == 2 * 110
     assert chain.ran == [[0, 1], [0, 1]]
     assert chain.kept == [None]
 
@@ -331,18 +306,16 @@ def test_nothing_is_copied_when_all_stay_and_nothing_runs_when_none_does():
     [(1000, 0.0), (1500, 0.25), (2000, 0.5), (3000, 0.7), ("60%", 0.7), (4500, 1.0), (5000, 1.1), ("200%", 1.1)],
 )
 def test_thresholds_are_interpolated(folder, average, confidence):
-    from cnmm.runtime.early_exit import confidence_for
-
     cascade = read_ladder(folder).cascade
-    assert confidence_for(cascade, average, 5000) == pytest.approx((confidence, 1.1 * confidence))
+    assert cascade.confidence(average, 5000) == pytest.approx((confidence, 1.1 * confidence))
 
 
 def test_average_macs_uses_the_confidence_of_each_exit(session, images):
     for average in (1200, 2200, 3500):
-        first, second = session.cascade.confidence(average)
+        first, second = session.cascade.confidence(average, 5000)
         expected = []
         for image in images:
-            answers = [each.max() for each in session._cascade.chain.walk(image[None])]
+            answers = [each.max() for each in session.walk(image[None])]
             expected.append(1 if answers[0] >= first else 2 if answers[1] >= second else 3)
         assert session.predict(images, average_macs=average).exits.tolist() == expected
     assert session.predict(images, average_macs="100%").exits.tolist() == [3] * len(images)
@@ -355,13 +328,11 @@ def test_an_average_below_the_cheapest_is_refused(session, images):
 
 
 def test_thresholds_that_share_an_average():
-    from cnmm.cascade import Threshold
-
     rows = [(0.1, 5), (0.2, 5), (0.3, 9), (0.4, 9)]
-    table = tuple(Threshold(confidence=(t,), average_macs=a, accuracy=0.5, exits=()) for t, a in rows)
-    cascade = Cascade(point="x", stages=(), thresholds=table)
-    assert [cascade.confidence(value)[0] for value in (5, 7, 9)] == pytest.approx([0.2, 0.25, 0.4])
-    assert "not calibrated" in refused(Cascade(point="x", stages=(), thresholds=()).confidence, 5)
+    table = tuple(Threshold(confidence=(t,), average_macs=a, quality=0.5, exits=(1.0, 0.0)) for t, a in rows)
+    cascade = made_up_cascade(table)
+    assert [cascade.confidence(value, 9)[0] for value in (5, 7, 9)] == pytest.approx([0.2, 0.25, 0.4])
+    assert [cascade.quality_at(value) for value in (4, 5)] == [0.0, 0.5]
 
 
 # Deadlines
@@ -372,7 +343,7 @@ def test_a_deadline_ends_before_the_stage_that_might_be_late():
     for expected, deadline_s in ((1, 0.05), (2, 0.1), (3, 1.0)):
         chain = FakeChain([[0.5, 0.6, 0.7]], seconds=0.02)
         start = time.perf_counter()
-        answers, done = keep_deadline(fake_cascade(chain, p95_ms=(20.0, 45.0, 60.0)), image, start + deadline_s)
+        answers, done = fake_cascade(chain, p95_ms=(20.0, 45.0, 60.0)).keep_deadline(image, start + deadline_s)
         assert time.perf_counter() - start < deadline_s + 0.1
         # a machine that is busy may stop earlier, never later
         assert 1 <= done <= expected
@@ -397,7 +368,7 @@ def test_deadlines_of_a_session(session, images):
 def test_a_late_second_stage_is_not_begun(folder, images):
     with Session(folder, threads=1) as session:
         slow = (0.001, 1e6, 1e6)
-        session._cascade = dataclasses.replace(session._cascade, p95_ms=slow)
+        session._runner = dataclasses.replace(session._runner, p95_ms=slow)
         answer = session.predict(images[0], deadline_ms=50)
         assert (answer.exits.tolist(), answer.macs) == ([1], STAGE_MACS[0])
         alone = session.predict(images[0], point="e1c0").probabilities
@@ -473,7 +444,7 @@ def test_milliseconds_go_by_what_was_measured_here(tmp_path, images):
     ]
     store_measurement(tmp_path, times)
     with Session(tmp_path, threads=1) as session:
-        assert session.choose("25ms").point == "e2c3"
+        assert session.choose("25ms").name == "e2c3"
         assert session.predict(images, budget="1.5ms").point == "e1c0"
         assert "0.5ms" in refused(session.choose, "0.5ms")
     with Session(tmp_path, threads=2) as session:
@@ -521,7 +492,7 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path, name, part):
         (lambda m: m.update(precision="float8"), "float8"),
         (lambda m: m.update(points=[]), "points"),
         (lambda m: m["points"][1].pop("macs"), "macs"),
-        (lambda m: m["points"][1].update(accuracy="good"), "accuracy"),
+        (lambda m: m["points"][1].update(quality="good"), "quality"),
         (lambda m: m["points"][1].pop("sha256"), "sha256"),
         (lambda m: m.update(classes="cat"), "classes"),
         (lambda m: m.update(classes=["cat", "dog"]), "[1, 2]"),
@@ -531,12 +502,20 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path, name, part):
         (lambda m: m.update(cascade=[]), "cascade"),
         (lambda m: m["cascade"].update(stages=[]), "cascade.stages"),
         (lambda m: m["cascade"]["stages"][0].update(outputs=["h1"]), "outputs"),
-        (lambda m: m["cascade"]["stages"].pop(0), "'h1'"),
-        (lambda m: m["cascade"]["stages"][1].update(exit=1), "ascend"),
+        (lambda m: m["cascade"]["stages"].pop(0), "cascade.stages"),
+        (lambda m: m["cascade"]["stages"][0].update(outputs=["probabilities"]), "'h1', which no earlier stage makes"),
+        (lambda m: m["cascade"].update(exits=[1, 1, 3]), "ascend"),
+        (lambda m: m["cascade"].update(macs=[1, 2]), "cascade.macs"),
         (lambda m: m["cascade"]["thresholds"].reverse(), "ascend"),
         (lambda m: m["cascade"]["thresholds"][0].update(confidence=None), "thresholds[0].confidence"),
-        (lambda m: m["cascade"]["thresholds"][1].update(confidence=[0.5]), "[0.5]; 2 numbers"),
-        (lambda m: m["cascade"]["thresholds"][1].update(exits=[1, 0]), "[1, 0]; 3 numbers"),
+        (
+            lambda m: m["cascade"]["thresholds"][1].update(confidence=[0.5]),
+            "confidence is [0.5]; it must be a list of 2",
+        ),
+        (
+            lambda m: m["cascade"]["thresholds"][1].update(exits=[1, 0]),
+            "exits is [1, 0]; it must be a list of 3",
+        ),
         (lambda m: m["cascade"].pop("point"), "point"),
     ],
 )
@@ -629,40 +608,7 @@ def test_a_runtime_that_is_not_installed(folder, monkeypatch):
     assert 'pip install "cnmm[openvino]"' in refused(Session, folder, runtime="openvino")
 
 
-def test_a_run_folder_becomes_a_ladder_and_leaves_nothing(tmp_path, images, monkeypatch):
-    run, places = tmp_path / "run", []
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-
-    def ladder_of_run(source, place):
-        assert source == run
-        places.append(place)
-        make_ladder(place)
-
-    monkeypatch.setitem(sys.modules, "cnmm.run", types.SimpleNamespace(ladder_of_run=ladder_of_run))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with cnmm.Session(run, threads=1) as session:
-        assert not places[0].exists()
-        assert session.predict(images).point == "e3c0"
-        assert f"cnmm bench {run}" in refused(session.choose, "9ms")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
 # The command line
-
-
-def ask(capsys, *args):
-    assert cli.main([*map(str, args), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def complaint(capsys, *args):
-    assert cli.main(list(map(str, args))) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("cnmm: ")
-    assert err.count("\n") == 1
-    return err
 
 
 def test_predict_verb(capsys, folder, picture):
@@ -754,9 +700,9 @@ def test_slow_moments_of_the_machine_count_for_all_points(session, monkeypatch, 
         median = 1.0 + number % 3
         return median, median * (3.0 if number in slow else 1.2), 10
 
-    monkeypatch.setattr(verbs_serve, "ROUNDS", 20)
-    monkeypatch.setattr(latency, "time_calls", time_calls)
-    found = verbs_serve.measure(session, batch=1, seconds=0.0, progress=lambda *_: None)
+    monkeypatch.setattr(bench, "ROUNDS", 20)
+    monkeypatch.setattr(bench, "time_calls", time_calls)
+    found = bench.time_session(session, seconds=0.0)
     assert [point.median_ms for point in found.points] == [1, 2, 3]
     assert [point.p95_ms for point in found.points] == pytest.approx([spread, 2 * spread, 3 * spread])
 
@@ -768,21 +714,18 @@ def test_bench_verb_for_people_and_complaints(capsys, tmp_path):
     assert all(name in out for name in ("e1c0", "e2c3", "e3c0", "stage 3", "ms per M macs"))
     assert str(tmp_path / "latency.json") in err
     before = (tmp_path / "latency.json").read_bytes()
-    assert "--batch 0" in complaint(capsys, "bench", tmp_path, "--batch", 0)
+    assert "batch=0" in complaint(capsys, "bench", tmp_path, "--batch", 0)
     assert "onnxruntime" in complaint(capsys, "bench", tmp_path, "--runtime", "onnx", "--precision", "bfloat16")
     assert (tmp_path / "latency.json").read_bytes() == before
 
 
-def test_a_device_without_torch(folder, picture, tmp_path):
-    copy = tmp_path / "ladder"
-    make_ladder(copy)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for args in (["predict", copy, picture, "--confidence", "0.5"], ["bench", copy, "--seconds", "0"]):
-        command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, args), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
+def test_a_device_without_torch(picture, tmp_path):
+    make_ladder(tmp_path / "ladder")
+    for args in (["predict", tmp_path / "ladder", picture, "--confidence", "0.5"], ["bench", tmp_path / "ladder"]):
+        more = ["--seconds", "0"] if args[0] == "bench" else []
+        done = python(RUN_CLI, *args, *more, "--json", missing=("torch", "safetensors", "matplotlib", "onnx"))
+        assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout)
-        assert done.stderr == ""
 
 
 def test_the_session_is_a_name_of_the_package():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cnmm
+from cnmm.training import ladder_tuning
 from cnmm.training.ladder_tuning import ladder_loss, ladder_point
 from cnmm.training.loop import train
 from cnmm.training.objective import training_loss
@@ -62,6 +63,28 @@ def test_ladder_tuning_of_a_single_exit_reaches_its_cheapest_network():
     least = min(costs.point(point).macs for point in cnmm.cutting_order(model))
     assert max(found) > 0.8 * costs.exit().macs
     assert min(found) < 1.5 * least
+
+
+def test_cutting_orders_are_computed_once_while_the_gates_stand_still(monkeypatch):
+    """And anew as soon as they move: what is drawn is a function of the gates, the seed and the step alone."""
+    computed = []
+
+    def counted(plan, exit, *, rule):
+        computed.append((exit, rule))
+        return cnmm.cutting_order(plan, exit, rule=rule)
+
+    monkeypatch.setattr(ladder_tuning, "cutting_order", counted)
+    ladder_tuning.rungs.cache_clear()
+    model, config, steps = new_model(), small_config(), range(100)
+    before = [ladder_point(model, config, (0, step)) for step in steps]
+    assert len(computed) == 2 * 2  # two rules; the first exit's budget is the least, and no point is cut to it
+    with torch.no_grad():
+        model.gate_logits.copy_(torch.linspace(2, -2, len(model.gate_logits)))
+    after = [ladder_point(model, config, (0, step)) for step in steps]
+    assert len(computed) == 2 * 2 * 2
+    orders = [cnmm.cutting_order(model, exit, rule=rule) for exit in (2, 3) for rule in ladder_tuning.LADDER_RULES]
+    assert set(after) <= {point for order in orders for point in order}
+    assert [point.edges for point in after] != [point.edges for point in before]
 
 
 def test_gates_stand_still_while_the_ladder_is_tuned(tmp_path):
