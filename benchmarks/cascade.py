@@ -1,6 +1,6 @@
 """Early exit against fixed points, the overhead of stages, deadlines, and budgets in milliseconds: on a trained run.
 
-    python benchmarks/cascade.py RUN [--data cifar10:DIR] [--runtime onnx|openvino] [--threads 2]
+    python -m benchmarks.cascade RUN [--data cifar10:DIR] [--runtime onnx|openvino] [--threads 2]
 
 The run needs its frontier (`cnmm frontier RUN`). Thresholds and points were chosen on held-out images; every accuracy
 here is on test images. Macs are counted from the stages that ran. Run it on a quiet machine. The last line is JSON.
@@ -9,7 +9,6 @@ here is on test images. Macs are counted from the stages that ran. Run it on a q
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import statistics
@@ -22,16 +21,14 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import cnmm
 from cnmm._machine import machine
 from cnmm.budget import parse_budget
-from cnmm.export.ladder import onnx_bytes
+from cnmm.export.network import onnx_bytes
 from cnmm.export.slim import slim
-from cnmm.ladder import Stage
+from cnmm.ladder import NetworkFile
 from cnmm.prune import named_point
-from cnmm.run import Run, ladder_of_run
+from cnmm.run import Run
 from cnmm.runtime.engines import open_runtime
 from cnmm.runtime.latency import percentile
 
@@ -81,7 +78,7 @@ def early_exit(
     """At the same average macs: the cascade against the best fixed point, image by image; and against one threshold."""
     full = run.frontier.full_macs
     answers = at_every_exit(session, images)
-    macs = np.array([stage.macs for stage in session.cascade.stages])
+    macs = np.array(session.cascade.macs)
     print(f"exits alone, %: {' '.join(f'{100 * each:.2f}' for each in (answers.argmax(2) == labels[:, None]).mean(0))}")
     rows = []
     print("\nasked   spent   spent/asked  early exit %   one threshold %   best fixed point      %    p (paired)")
@@ -118,11 +115,9 @@ def whole_network(session: cnmm.Session, run: Run, name: str, folder: Path) -> C
     """A point as one network on the session's runtime, in passes as large as the session's."""
     point = named_point(run.model, name)
     data = onnx_bytes(slim(run.settled(point), point), run.preprocessing)
-    path = folder / f"whole_{name}.onnx"
-    path.write_bytes(data)
-    shape = (*session.input_size, session.channels)
+    shape = session.preprocessing.image_shape
     runtime = open_runtime(session.runtime, threads=session.threads, precision="float32", image_shape=shape)
-    chain = runtime.chain([Stage(path=path, sha256=hashlib.sha256(data).hexdigest(), exit=point.exit, macs=0)])
+    chain = runtime.chain([NetworkFile.write(folder / f"whole_{name}.onnx", data)])
     step = runtime.chunk
     return lambda images: [list(chain.walk(images[k : k + step])) for k in range(0, len(images), step)]
 
@@ -207,7 +202,7 @@ def main() -> None:
     parser.add_argument("--average", nargs="+", default=AVERAGES, help="average budgets: 40%%, 3M")
     arguments = parser.parse_args()
     run = Run(arguments.run, data=arguments.data)
-    test = run.data.test
+    test = run.images.data.test
     if test is None or run.frontier.cascade is None:
         sys.exit("test images and a measured cascade are needed: cnmm frontier RUN --data ...")
     indices = np.arange(len(test))[: arguments.images]
@@ -215,7 +210,7 @@ def main() -> None:
     print(f"{machine()}, {run.model.config.name}, {arguments.runtime}, {arguments.threads} threads")
     print(f"cascade {run.frontier.cascade.point}, {len(images):,} test images")
     with tempfile.TemporaryDirectory() as name:
-        ladder_of_run(arguments.run, Path(name) / "ladder")
+        run.export_ladder(Path(name) / "ladder", 16)
         with cnmm.Session(Path(name) / "ladder", runtime=arguments.runtime, threads=arguments.threads) as session:
             rows = early_exit(session, run, images, labels, arguments.average)
             ratio, part = batch_ratio(session, run, images, Path(name))

@@ -1,7 +1,7 @@
 """Wall clock of slim networks at batch 1, against macs, against the paper run literally, and against the hardware.
 
-    python benchmarks/latency.py                     # cnmm_b6s3, one and two threads, both runtimes: about 4 minutes
-    python benchmarks/latency.py --run runs/a        # a trained run's weights instead of random ones
+    python -m benchmarks.latency                     # cnmm_b6s3, one and two threads, both runtimes: about 4 minutes
+    python -m benchmarks.latency --run runs/a        # a trained run's weights instead of random ones
 
 Run it on a quiet machine. Contenders take turns in one process; times are medians over all rounds. The limit is the
 time that the network's macs take at the measured rate of a large float32 matrix product with as many threads. The last
@@ -16,7 +16,6 @@ import json
 import logging
 import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -27,13 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import cnmm
 from cnmm._machine import machine
-from cnmm.export.ladder import onnx_bytes
-from cnmm.export.slim import slim
-from cnmm.ladder import Stage
+from cnmm.config import Preprocessing
+from cnmm.export.network import onnx_bytes
+from cnmm.export.slim import SlimNetwork, slim
+from cnmm.ladder import NetworkFile
 from cnmm.runtime.engines import open_runtime
 from cnmm.runtime.latency import runtime_version
 from tests.matching import reference_of
@@ -105,15 +103,18 @@ def literal_call(path: Path, runtime: str, threads: int, x: torch.Tensor) -> Cal
     return lambda: request.infer(share_outputs=True)
 
 
+def plain_bytes(network: SlimNetwork) -> bytes:
+    """A network of an untrained model as a file."""
+    return onnx_bytes(network, Preprocessing.plain(network.config))
+
+
 def file_call(
     data: bytes, runtime: str, threads: int, image: np.ndarray, folder: Path, precision: str = "float32"
 ) -> Callable[[], object]:
     """One of our files, as a session runs it: from the image in memory to the probabilities."""
     digest = hashlib.sha256(data).hexdigest()
-    path = folder / f"{digest}.onnx"
-    path.write_bytes(data)
     opened = open_runtime(runtime, threads=threads, precision=precision, image_shape=image.shape[1:])
-    chain = opened.chain([Stage(path=path, sha256=digest, exit=1, macs=0)])
+    chain = opened.chain([NetworkFile.write(folder / f"{digest}.onnx", data)])
 
     def call() -> object:
         return list(chain.walk(image))
@@ -155,9 +156,9 @@ def compare(model: Any, threads: int, folder: Path, arguments: argparse.Namespac
     literal = Literal(model)
     path = literal_file(literal, x, folder)
     network = slim(model)
-    data = onnx_bytes(network)
+    data = plain_bytes(network)
     noise = np.random.default_rng(1).integers(0, 256, (64, *config.input_size, config.in_chans), dtype=np.uint8)
-    small = onnx_bytes(network, precision="int8", calibration=noise)
+    small = onnx_bytes(network, Preprocessing.plain(network.config), precision="int8", calibration=noise)
 
     def eager(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], object]:
         def call() -> object:
@@ -192,7 +193,8 @@ def fit(model: Any, threads: int, runtime: str, folder: Path, arguments: argpars
     points = choose_points(model, arguments.points)
     networks = {point.name: slim(model, point) for point in points}
     calls = {
-        name: file_call(onnx_bytes(network), runtime, threads, image, folder) for name, network in networks.items()
+        name: file_call(onnx_bytes(network, Preprocessing.plain(network.config)), runtime, threads, image, folder)
+        for name, network in networks.items()
     }
     times = medians(calls, arguments.rounds, arguments.seconds / 2)
     macs = np.array([networks[name].cost.macs for name in calls])

@@ -1,7 +1,7 @@
 """Ways to train, for the same minutes, at every budget: the paper's sampled gates, expectations, and `quick`.
 
-    python benchmarks/recipes.py runs/ --data cifar10:DIR                      # 15 minutes each, two seeds: 90 minutes
-    python benchmarks/recipes.py runs/ --data cifar10:DIR --minutes 5 --seeds 0
+    python -m benchmarks.recipes runs/ --data cifar10:DIR                      # 15 minutes each, two seeds: 90 minutes
+    python -m benchmarks.recipes runs/ --data cifar10:DIR --minutes 5 --seeds 0
 
 All three have the model, batch size, learning rates, weight decay, clipping and precision of `quick`; they differ in
 the gates (relaxed samples per image, or expectations) and in ladder tuning. The time of a step is measured first, and
@@ -21,8 +21,6 @@ import time
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
 from cnmm._machine import keep_freed_memory
@@ -107,7 +105,7 @@ def main() -> None:
     for (way, _), folder in folders.items():
         frontier = find_frontier(folder)
         for share in SHARES:
-            table[way].setdefault(share, []).append(100 * frontier.choose(f"{share}%").accuracy)
+            table[way].setdefault(share, []).append(100 * frontier.choose(f"{share}%").quality)
     print("| training | epochs | " + " | ".join(f"{share} %" for share in SHARES) + " |")
     print("|---|---|" + "---|" * len(SHARES))
     for way, row in table.items():

@@ -1,7 +1,7 @@
 """Switching between the points of a ladder in one process: its cost, its memory, and its answers from many threads.
 
-    python benchmarks/switching.py                   # 16 points of an untrained cnmm_b6s3
-    python benchmarks/switching.py --ladder DIR      # a ladder that `cnmm export RUN --ladder 16` made
+    python -m benchmarks.switching                   # 16 points of an untrained cnmm_b6s3
+    python -m benchmarks.switching --ladder DIR      # a ladder that `cnmm export RUN --ladder 16` made
 
 Run it on a quiet machine. The same calls are made in random order and sorted by point, in turns; the ratio of their
 times is the cost of switching. The last line is JSON.
@@ -12,15 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
 from cnmm._machine import machine
@@ -37,16 +34,17 @@ def make_ladder(folder: Path, name: str) -> None:
 
     torch.manual_seed(0)
     model = cnmm.create_model(name).eval()
+    model.preprocessing = cnmm.Preprocessing.plain(model.config)
     costs = cnmm.CostTable.of(model.config)
     full = costs.exit().macs
     points = []
     for point in {point.name: point for point in choose_points(model, NUM_POINTS)}.values():
         cost = costs.point(point)
         order = cost.macs / full
-        cuts = int(point.name.partition("c")[2])
-        shape = {"exit": point.exit, "cuts": cuts, "macs": cost.macs, "params": cost.params}
-        quality = {"accuracy": order, "low": order, "high": order, "n": 1, "split": "none", "statistics": "raw"}
-        points.append(FrontierPoint(point=point.name, **shape, **quality))
+        shape = {"rule": point.rule, "cuts": point.cuts, "exit": point.exit, "macs": cost.macs, "params": cost.params}
+        known = {"n": 1, "split": "none", "statistics": "raw", "metric": "accuracy"}
+        quality = {"quality": order, "low": order, "high": order, **known}
+        points.append(FrontierPoint(name=point.name, **shape, **quality))
     cnmm.export_ladder(model, Frontier(model=name, full_macs=full, points=tuple(points)), folder, NUM_POINTS)
 
 

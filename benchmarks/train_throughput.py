@@ -1,8 +1,8 @@
 """Training step of ours against the literal transcription of the paper (tests/reference.py), same batch and threads.
 
-    python benchmarks/train_throughput.py                  # cnmm_b6s3, batch 64, two threads
-    python benchmarks/train_throughput.py --model cnmm_b4s3_c32 --batch 128
-    python benchmarks/train_throughput.py --profile        # where the time of our bfloat16 step goes
+    python -m benchmarks.train_throughput                  # cnmm_b6s3, batch 64, two threads
+    python -m benchmarks.train_throughput --model cnmm_b4s3_c32 --batch 128
+    python -m benchmarks.train_throughput --profile        # where the time of our bfloat16 step goes
 
 Run it on a quiet machine. A step is forward with relaxed gates, the losses of all exits, backward and SGD. Every
 variant has a process of its own, and they take turns; figures are medians, and ratios are what counts. Ours runs as
@@ -22,12 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cnmm
 from cnmm._machine import keep_freed_memory
@@ -77,7 +74,7 @@ class Turns:
 
     def __init__(self, variant: str, arguments: argparse.Namespace) -> None:
         options = ["--model", arguments.model, "--batch", str(arguments.batch), "--threads", str(arguments.threads)]
-        command = [sys.executable, __file__, *options, "--turns-of", variant]
+        command = [sys.executable, "-m", "benchmarks.train_throughput", *options, "--turns-of", variant]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.times: list[float] = []
         self.memory_mb = 0.0

@@ -101,6 +101,13 @@ class Preprocessing:
     size: tuple[int, int]
     """Height and width."""
 
+    @classmethod
+    def plain(cls, config: MixtureConfig) -> Self:
+        """For a model that was not trained on images: classes by number, values from 0 to 1."""
+        channels = config.in_chans
+        classes = tuple(str(number) for number in range(config.num_classes))
+        return cls(classes=classes, mean=(0.0,) * channels, std=(1.0,) * channels, size=config.input_size)
+
     @property
     def channels(self) -> int:
         """Channels of the images: 3 for colours, 1 for grey."""

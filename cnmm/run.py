@@ -148,7 +148,12 @@ class Run:
             return {}
 
     def settled(self, point: OperatingPoint) -> Mixture:
-        """The mixture with a point's own statistics: measured before, or estimated now on training images."""
+        """The mixture with the statistics that a point is measured with: stored, or estimated now on training images.
+
+        Where the frontier was measured raw, those are the run's own.
+        """
+        if self._measured_raw():
+            return with_statistics(self.model, {})
         stored = load_statistics(self.folder).get(point.name)
         if stored:
             return with_statistics(self.model, stored)
@@ -161,10 +166,15 @@ class Run:
             ) from None
         return reestimated(self.model, batches, point)
 
+    def _measured_raw(self) -> bool:
+        return (self.folder / FRONTIER_FILE).is_file() and self.frontier.points[0].statistics == RAW
+
     # What is done with it
 
     def find(self, *, budget: str | Budget | None = None, point: str | None = None) -> OperatingPoint:
         """An operating point by name, or the best within a budget; neither: nothing cut."""
+        if budget is not None and point is not None:
+            raise UserError(f"budget {parse_budget(budget).text!r} and point {point!r}: give only one of them")
         if budget is not None:
             point = self.choose(budget).name
         last = self.model.config.exit_numbers[-1]
@@ -222,7 +232,9 @@ class Run:
             point=chosen or named_point(self.model, f"e{last}c0"),
             macs=macs,
             split=split,
-            statistics=RAW if (chosen and raw) or self.config.statistics == RAW else RE_ESTIMATED,
+            statistics=RAW
+            if (chosen and (raw or self._measured_raw())) or self.config.statistics == RAW
+            else RE_ESTIMATED,
             exits=exits,
             exit_macs={**before, last: macs},
         )
@@ -358,13 +370,13 @@ class Run:
         path = Path(out) if out else self.folder / "report.html"
         if not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}; make it first")
-        examples = None
+        frontier, examples = self.frontier, None
         try:
             examples = self._examples()
         except (OSError, UserError) as error:
             logger.warning("no examples in the report: %s", " ".join(str(error).split()))
         name = self.about.get("data", {}).get("name", "no data named")
-        page = report_page(self.model, self.frontier, data=name, latency=self.latency(), examples=examples)
+        page = report_page(self.model, frontier, data=name, latency=self.latency(), examples=examples)
         write_atomically(path, page.encode())
         return path
 

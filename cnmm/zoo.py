@@ -167,6 +167,12 @@ def cnmm_b4s3_c32() -> MixtureConfig:
 
 
 @register_model
+def cnmm_full8() -> MixtureConfig:
+    """The full DAG of section 3: each of 8 maps feeds all later ones, 128 channels, stem stride 4, 32x32 images."""
+    return MixtureConfig(name="cnmm_full8", blocks=8, scales=1, channels=128, stem_stride=4, gate_init="uniform")
+
+
+@register_model
 def cnmm_tiny() -> MixtureConfig:
     """Tests and the demo: 3 blocks, 2 scales, 16 channels, 28x28 grey images."""
     return MixtureConfig(name="cnmm_tiny", blocks=3, scales=2, channels=16, in_chans=1, input_size=(28, 28))

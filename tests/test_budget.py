@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cnmm.budget import Budget, parse_budget
+from cnmm.budget import Budget, parse_budget, prefix_of
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,8 @@ from cnmm.budget import Budget, parse_budget
         ("800k", "macs", 800e3),
         ("60000000", "macs", 60e6),
         ("60,000,000", "macs", 60e6),
+        ("1,200,000", "macs", 1.2e6),
+        ("1_200_000", "macs", 1.2e6),
         ("95.36M", "macs", 95_360_000),
         (".5 M", "macs", 500e3),
         (12_000_000, "macs", 12e6),
@@ -26,6 +28,7 @@ from cnmm.budget import Budget, parse_budget
         ("miou:.55", "quality", 0.55),
         ("acc:1", "quality", 1),
         ("acc:0", "quality", 0),
+        ("mca:0.9", "quality", 0.9),
     ],
 )
 def test_forms(text, kind, value):
@@ -53,12 +56,28 @@ def test_forms(text, kind, value):
         "6 0M",
         "٣M",
         "nan",
+        "1,2M",
+        "1,2",
+        "12,00,000",
+        "1,200,00",
+        "0,92",
+        "acc:0,92",
+        "top5:0.9",
     ],
 )
 def test_anything_else_is_refused_with_the_allowed_forms(text):
     with pytest.raises(ValueError, match=r"60M.*25ms.*40%.*acc:0.92") as error:
         parse_budget(text)
     assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "metric"),
+    [("acc:0.9", "accuracy"), ("mca:0.9", "mean_class_accuracy"), ("MIOU:0.9", "miou"), ("9M", None)],
+)
+def test_a_prefix_names_the_metric(text, metric):
+    assert parse_budget(text).metric == metric
+    assert metric is None or text.lower().startswith(f"{prefix_of(metric)}:")
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, None, [60]])

@@ -1,8 +1,5 @@
 import io
-import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -13,8 +10,7 @@ from cnmm import create_model, cutting_order, list_models, model_plan, named_poi
 from cnmm.cost import short_count
 from cnmm.draw import _Scene, check_suffix, draw_lattice, save_picture
 from cnmm.zoo import Plan
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers import python
 
 
 def picture(figure, path):
@@ -46,14 +42,19 @@ def test_same_input_same_bytes(tmp_path, suffix):
     assert picture(figure, tmp_path / f"c{suffix}") == first  # saving leaves no trace in the figure
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_same_bytes_in_two_processes(tmp_path, suffix):
-    files = [tmp_path / f"{name}{suffix}" for name in "ab"]
-    for seed, file in enumerate(files):
-        command = [sys.executable, "-m", "cnmm", "draw", "cnmm_tiny", "--point", "e3c4", "-o", str(file)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed)}
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
-    assert files[0].read_bytes() == files[1].read_bytes()
+def test_same_bytes_in_two_processes(tmp_path):
+    code = """
+import sys
+from cnmm.cli.main import main
+for file in sys.argv[1:]:
+    assert main(["draw", "cnmm_tiny", "--point", "e3c4", "-o", file]) == 0
+"""
+    for seed in "12":
+        files = [tmp_path / f"{seed}{suffix}" for suffix in (".svg", ".png")]
+        done = python(code, *files, env={"PYTHONHASHSEED": seed})
+        assert done.returncode == 0, done.stderr
+    for suffix in (".svg", ".png"):
+        assert (tmp_path / f"1{suffix}").read_bytes() == (tmp_path / f"2{suffix}").read_bytes()
 
 
 def test_svg_is_self_contained_xml_without_dates(tmp_path):
@@ -183,9 +184,13 @@ def test_drawing_leaves_the_global_state_alone(tmp_path):
     before = dict(matplotlib.rcParams)
     picture(draw_lattice(model_plan("cnmm_tiny")), tmp_path / "a.svg")
     assert dict(matplotlib.rcParams) == before
-    code = "import sys; from cnmm.cli import main; main(sys.argv[1:]); sys.exit('matplotlib.pyplot' in sys.modules)"
-    command = [sys.executable, "-c", code, "draw", "cnmm_tiny", "-o", str(tmp_path / "b.png")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    code = """
+import sys
+from cnmm.cli.main import main
+assert main(sys.argv[1:]) == 0
+sys.exit("matplotlib.pyplot" in sys.modules)
+"""
+    assert python(code, "draw", "cnmm_tiny", "-o", tmp_path / "b.png").returncode == 0
     assert (tmp_path / "b.png").exists()
 
 

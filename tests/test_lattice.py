@@ -2,7 +2,7 @@ import pytest
 
 from cnmm import MixtureConfig, OperatingPoint, model_plan, network_point
 from cnmm.chain import count_networks
-from cnmm.lattice import build_lattice, map_sizes, stem_sizes
+from cnmm.lattice import build_lattice, full_dag, map_sizes, reached_exits, stem_sizes
 from tests.reference import all_edges, enumerate_networks
 
 
@@ -30,6 +30,16 @@ def test_edges_and_networks_are_the_references(task, blocks, scales):
     for exit in range(1, blocks + 1):
         assert count_networks(lattice, exit) == len(enumerate_networks(config, exit))
         assert lattice.exit_edges(exit) <= set(all_edges(config, exit))
+
+
+@pytest.mark.parametrize("blocks", range(1, 9))
+def test_one_scale_is_the_full_dag_of_section_3(blocks):
+    """Its node t is our map t + 1, node 0 being the stem's map H_1."""
+    lattice, full = plan("cnmm_full8", blocks=blocks), full_dag(blocks)
+    assert {(i - 1, j - 1) for i, j in lattice.edges if i > 0} == set(full.edges)
+    assert [node - 1 for node in lattice.exits] == list(full.exits)
+    for exit in range(1, blocks + 1):
+        assert count_networks(lattice, exit) == count_networks(full, exit) == 2 ** (exit - 1)
 
 
 def test_maps_are_numbered_block_by_block():
@@ -98,3 +108,14 @@ def test_one_network_is_an_operating_point():
         network_point(lattice, (0, 1, 2, 3), exit=1)
     with pytest.raises(ValueError, match="no edges"):
         OperatingPoint(exit=1, edges=frozenset(), name="empty")
+
+
+def test_exits_that_edges_reach():
+    lattice = plan("cnmm_tiny")  # three blocks of two maps, exits at the maps 2, 4 and 6; the output is 7
+    config = model_plan("cnmm_tiny").config
+    assert reached_exits(config, lattice) == (1, 2, 3)
+    assert reached_exits(config, lattice, 2) == (1, 2)
+    late = [(0, 1), (1, 3), (3, 4), (4, 6), (4, 7), (6, 7)]
+    assert reached_exits(config, lattice, 3, late) == (2, 3)
+    single = model_plan("cnmm_tiny", exits="last").config
+    assert reached_exits(single, lattice, 3, late) == (3,)

@@ -25,6 +25,7 @@ SIZES = {
     "cnmm_b4s3_c32": (8, 8),
     "cnmm_b6s3": (9, 8),
     "cnmm_b12s3": (8, 8),
+    "cnmm_full8": (13, 12),
     "cnmm_b5s4": (64, 64),
     "cnmm_seg_b5s5": (128, 128),
 }
@@ -39,7 +40,7 @@ GATES = {
     "hard, per image": ("hard", 1),
 }
 QUICK = ["cnmm_tiny", "cnmm_seg_tiny", "cnmm_b4s3_c32"]
-LARGE = ["cnmm_b4s3", "cnmm_b6s3", "cnmm_b12s3", "cnmm_b5s4", "cnmm_seg_b5s5"]
+LARGE = ["cnmm_b4s3", "cnmm_full8", "cnmm_b6s3", "cnmm_b12s3", "cnmm_b5s4", "cnmm_seg_b5s5"]
 
 
 def scrambled(name, *, seed=0, training=True, **options):

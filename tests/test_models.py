@@ -15,11 +15,11 @@ FOLDERS = [pytest.param(folder, id=folder.name) for folder in sorted(MODELS.iter
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_budget_is_served_by_a_measured_point(folder):
     frontier = cnmm.Frontier.load(folder / "frontier.json")
-    assert frontier.choose("100%").accuracy > 0.82
+    assert frontier.choose("100%").quality > 0.82
     assert frontier.choose("40%").macs <= 0.4 * frontier.full_macs
     assert frontier.choose("acc:0.8").macs < 0.6 * frontier.full_macs
     half = frontier.full_macs / 2
-    assert frontier.cascade.quality_at(half) > frontier.choose(half).accuracy
+    assert frontier.cascade.quality_at(half) > frontier.choose(half).quality
     with pytest.raises(ValueError, match="cheapest is e1c0"):
         frontier.choose("1M")
 
@@ -27,8 +27,8 @@ def test_every_budget_is_served_by_a_measured_point(folder):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_it_becomes_a_ladder_without_images(tmp_path, folder):
     run = Run(folder)
-    assert run.spec == "cifar10:cifar-10-batches-py"
-    cnmm.export_ladder(run.model, run.frontier, tmp_path / "ladder", 2, about=run.preprocessing)
+    assert run.images.spec == "cifar10:cifar-10-batches-py"
+    run.export_ladder(tmp_path / "ladder", 2)
     images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
     with cnmm.Session(tmp_path / "ladder", threads=1) as session:
         assert session.classes[0] == "airplane"

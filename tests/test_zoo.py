@@ -1,10 +1,8 @@
-import subprocess
-import sys
-
 import pytest
 
 import cnmm
 from cnmm.zoo import describe_model
+from tests.helpers import python
 
 
 def test_the_zoo():
@@ -14,6 +12,7 @@ def test_the_zoo():
         "cnmm_b4s3_c32",
         "cnmm_b5s4",
         "cnmm_b6s3",
+        "cnmm_full8",
         "cnmm_seg_b5s5",
         "cnmm_seg_tiny",
         "cnmm_tiny",
@@ -63,5 +62,5 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python(code)
     assert done.stdout == 'this needs torch, which is not installed; install it with: pip install "cnmm[train]"\n', done

@@ -38,6 +38,12 @@ def plot_frontier(frontier: Frontier, latency: Mapping[str, float] | None = None
         panels[0].set_xlabel("macs per image (millions)", color=GREY)
         first = frontier.points[0]
         panels[0].set_ylabel(f"{metric_words(first.metric)} (%), {first.n:,} {first.split} images", color=GREY)
+        _show_share(panels[0], frontier.full_macs / 1e6)
+        if frontier.cascade:
+            _draw_cascade(panels[0], frontier.cascade)
+        if timed and latency:
+            _draw_panel(panels[1], timed, lambda point: latency[point.name])
+            panels[1].set_xlabel("latency on this machine (ms), 95th percentile, batch 1", color=GREY)
         columns = 1 if len(panels[0].lines) < 16 else 2
         panels[0].legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK, ncols=columns)
         panels[0].set_title(_title(frontier), loc="left", color=INK, size=12, weight="bold", pad=12)

@@ -72,7 +72,7 @@ def preprocessing_of(model: Mixture, given: Preprocessing | None = None) -> Prep
     if about is None:
         raise UserError(
             "this mixture does not know its classes, mean and standard deviation; load a trained run with cnmm.load, "
-            "or set model.preprocessing = cnmm.Preprocessing(classes=..., mean=..., std=..., size=...)"
+            "or set model.preprocessing, for example to cnmm.Preprocessing.plain(model.config)"
         )
     return about
 

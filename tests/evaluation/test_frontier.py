@@ -1,11 +1,8 @@
 import csv
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,17 +20,15 @@ from cnmm.evaluation.plot import plot_frontier
 from cnmm.evaluation.search import MATTERS, cutting_curves, first_points, next_points
 from cnmm.evaluation.statistics import STATISTICS_FILE, load_statistics, reestimated, save_statistics, with_statistics
 from cnmm.frontier import Frontier, FrontierPoint, find_frontier
-from cnmm.run_folder import save
 from cnmm.training import batches as training
-from cnmm.training.recipes import recipe
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import RUN_CLI, ask, complaint, python, refused
 
 
-def made_up(name, macs, accuracy, **fields):
-    known = {"point": name, "exit": 1, "cuts": 0, "macs": macs, "params": macs // 10, "accuracy": accuracy}
-    near = {"low": max(accuracy - 0.01, 0), "high": min(accuracy + 0.01, 1), "n": 1000}
-    return FrontierPoint(**known, **near, **{"split": "validation", "statistics": "re-estimated", **fields})
+def made_up(name, macs, quality, **fields):
+    known = {"name": name, "rule": "flow", "cuts": 0, "exit": 1, "macs": macs, "params": macs // 10}
+    near = {"low": max(quality - 0.01, 0), "high": min(quality + 0.01, 1), "n": 1000, "metric": "accuracy"}
+    about = {"split": "validation", "statistics": "re-estimated"}
+    return FrontierPoint(**{**known, "quality": quality, **near, **about, **fields})
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def test_envelope(frontier):
     [("40", "d"), ("39", "b"), (10, "a"), ("1G", "d"), ("25%", "a"), ("99.9%", "b"), ("100%", "d"), ("acc:0.55", "b")],
 )
 def test_choose(frontier, budget, point):
-    assert frontier.choose(budget).point == point
+    assert frontier.choose(budget).name == point
 
 
 @pytest.mark.parametrize(
@@ -69,11 +64,21 @@ def test_nothing_fits(frontier, budget, words):
     assert all(word in str(error.value) for word in words)
 
 
+def test_a_quality_is_of_the_metric_that_was_measured(frontier):
+    line = refused(frontier.choose, "mca:0.6")
+    assert "measured by accuracy" in line
+    assert "acc:0.6" in line
+    points = tuple(replace(point, metric="mean_class_accuracy") for point in frontier.points)
+    other = replace(frontier, points=points)
+    assert (other.metric, other.choose("mca:0.6").name) == ("mean_class_accuracy", "b")
+    assert "try mca:0.6" in refused(other.choose, "acc:0.6")
+
+
 def test_choose_by_latency(frontier):
     times = {"a": 2.0, "b": 1.0, "c": 1.5}
-    assert frontier.choose("1.5ms", times).point == "b"
-    assert frontier.choose("9ms", times).point == "b"  # d was not timed
-    assert frontier.choose("9ms", {**times, "d": 9.0}).point == "d"
+    assert frontier.choose("1.5ms", times).name == "b"
+    assert frontier.choose("9ms", times).name == "b"  # d was not timed
+    assert frontier.choose("9ms", {**times, "d": 9.0}).name == "d"
     with pytest.raises(ValueError, match="fastest is b with 1 ms"):
         frontier.choose("0.5ms", times)
     for missing in (None, {}, {"z": 1.0}):
@@ -123,16 +128,17 @@ def test_round_trip(frontier, tmp_path):
 
 
 def cascade(**changes):
-    row = {"confidence": [0.5], "average_macs": 5.0, "accuracy": 0.5, "exits": [0.5, 0.5]} | changes
+    row = {"confidence": [0.5], "average_macs": 5.0, "quality": 0.5, "exits": [0.5, 0.5]} | changes
     row = {name: value for name, value in row.items() if value is not None}
-    return {"point": "e2a0", "exits": [1, 2], "macs": [3, 4], "thresholds": [row], "n": 10, "split": "validation"}
+    about = {"metric": "accuracy", "n": 10, "split": "validation"}
+    return {"point": "e2a0", "exits": [1, 2], "macs": [3, 4], "thresholds": [row], **about}
 
 
 def damaged(**changes):
     point = asdict(made_up("a", 10, 0.5))
     data = {"format_version": 1, "model": "m", "full_macs": 40, "points": [point]}
     for name, value in changes.items():
-        (point if name in point else data)[name] = value
+        (point if name in point and name != "model" else data)[name] = value
     return json.dumps(data)
 
 
@@ -144,34 +150,41 @@ def damaged(**changes):
         ("[" * 100_000, "frontier"),
         ("{}", "format_version"),
         (damaged(format_version=9), "pip install -U"),
-        (damaged(points=[]), "one or more"),
-        (damaged(points="abc"), "one or more"),
-        (damaged(points=[3]), "points[0]"),
+        (damaged(points=[]), "points is []; it must be a list of 1 or more"),
+        (damaged(points="abc"), "points is 'abc'"),
+        (damaged(points=[3]), "points is [3]; it must be a list of 1 or more values, each an object"),
         (damaged(points=[asdict(made_up("a", 10, 0.5))] * 2), "'a' occurs twice"),
         (damaged(model=None), "model is None"),
         (damaged(full_macs=0), "full_macs is 0"),
-        (damaged(point=""), "points[0].point"),
-        (damaged(point="a\nb"), "points[0].point"),
+        (damaged(name=""), "points[0].name"),
+        (damaged(name="a\nb"), "points[0].name"),
+        (damaged(rule="best"), "points[0].rule is 'best'"),
+        (damaged(metric=None), "points[0].metric is None"),
         (damaged(exit=0), "points[0].exit is 0"),
         (damaged(cuts=-1), "points[0].cuts is -1"),
         (damaged(macs=-1), "points[0].macs is -1"),
         (damaged(macs=1.5), "points[0].macs is 1.5"),
         (damaged(params=True), "points[0].params is True"),
-        (damaged(accuracy=1.01), "points[0].accuracy is 1.01"),
-        (damaged(accuracy=float("nan")), "points[0].accuracy is nan"),
+        (damaged(quality=1.01), "points[0].quality is 1.01"),
+        (damaged(quality=float("nan")), "points[0].quality is nan"),
         (damaged(low="0.4"), "points[0].low is '0.4'"),
         (damaged(n=0), "points[0].n is 0"),
         (damaged(statistics="guessed"), "'re-estimated' or 'raw'"),
-        (damaged(raw_accuracy=2), "points[0].raw_quality is 2"),
+        (damaged(raw_quality=2), "points[0].raw_quality is 2"),
         (damaged(test_n="many"), "points[0].test_n"),
         (damaged(on_envelope=1), "points[0].on_envelope"),
-        (damaged(cascade=3), "'cascade'"),
-        (damaged(cascade={}), "cascade has no 'thresholds'; measure it again"),
-        (damaged(cascade=cascade(confidence=None, threshold=0.5)), "cascade has no 'confidence'; measure it again"),
-        (damaged(cascade=cascade(confidence=0.5)), "not a cascade"),
-        (damaged(cascade=cascade(confidence=[0.5, 0.6])), "2 exits have 1 confidences"),
-        (damaged(cascade=cascade(exits=[1.0])), "2 exits have 1 confidences and 2 shares"),
-        (damaged(cascade={**cascade(), "thresholds": []}), "needs exits"),
+        (damaged(points=[asdict(made_up("a", 1, 0.5)), asdict(made_up("b", 2, 0.5, metric="miou"))]), "one metric"),
+        (damaged(cascade=3), "cascade is 3; it must be an object, or null"),
+        (damaged(cascade={}), "cascade.exits is missing"),
+        (damaged(cascade=cascade(confidence=None, threshold=0.5)), "cascade.thresholds[0].confidence is missing"),
+        (damaged(cascade=cascade(confidence=0.5)), "cascade.thresholds[0].confidence is 0.5; it must be a list of 1"),
+        (damaged(cascade=cascade(confidence=[0.5, 0.6])), "confidence is [0.5, 0.6]; it must be a list of 1"),
+        (damaged(cascade=cascade(exits=[1.0])), "cascade.thresholds[0].exits is [1.0]; it must be a list of 2"),
+        (damaged(cascade=cascade(quality=1.5)), "cascade.thresholds[0].quality is 1.5"),
+        (damaged(cascade={**cascade(), "thresholds": []}), "cascade.thresholds is []"),
+        (damaged(cascade={**cascade(), "exits": [2, 1]}), "cascade.exits is [2, 1]; they must ascend"),
+        (damaged(cascade={**cascade(), "macs": [3]}), "cascade.macs is [3]; it must be a list of 2"),
+        (damaged(cascade={**cascade(), "metric": ""}), "cascade.metric is ''"),
         (damaged().replace('"macs": 10, ', ""), "points[0].macs is missing"),
     ],
 )
@@ -186,7 +199,7 @@ def test_a_damaged_file_is_one_clear_line(text, words, tmp_path):
 def test_an_undamaged_file_is_read(tmp_path):
     (tmp_path / "frontier.json").write_text(damaged(later="a field of a later version", cascade=cascade()))
     found = Frontier.load(tmp_path / "frontier.json")
-    assert found.points[0].point == "a"
+    assert found.points[0].name == "a"
     assert found.cascade.thresholds[0].confidence == (0.5,)
 
 
@@ -233,8 +246,8 @@ def test_shared_passes_equal_separate_ones(memo_bytes):
     points = engine.ordered(all_points(model)[::-1])
     with torch.no_grad():
         engine.estimate(points, statistics, lambda part: None)
-        settled = engine.evaluate(points, validation, lambda part: None, raw=False)
-        raw = engine.evaluate(points, validation, lambda part: None, raw=True)
+        settled = engine.evaluate(points, validation, lambda part: None, metric="accuracy", raw=False)
+        raw = engine.evaluate(points, validation, lambda part: None, metric="accuracy", raw=True)
     assert len(points) > 15
     for point in points[:: 1 if memo_bytes > 2**20 else 4]:
         expected = reestimated(model, statistics, point)
@@ -269,7 +282,7 @@ def test_sharing_saves_most_of_the_work():
     full = engine.ordered(cutting_order(model, exit)[0] for exit in model.config.exit_numbers)
     last = engine.costs.exit().macs
     assert last < engine.macs(full) < 1.1 * last  # all exits for the price of one and some classifiers
-    engine.evaluate(points, some_batches(20), lambda part: None, raw=True)
+    engine.evaluate(points, some_batches(20), lambda part: None, metric="accuracy", raw=True)
     assert engine.evaluated_macs == 20 * engine.macs(points)
 
 
@@ -294,10 +307,10 @@ def test_figures_of_a_frontier():
         settled = reestimated(model, statistics, named)
         assert (point.exit, point.split, point.statistics) == (named.exit, "held out", "re-estimated")
         assert point.macs == cnmm.CostTable.of(model.config).point(named).macs
-        assert point.quality == evaluate_exits(settled, validation, named)[named.exit].accuracy
+        assert point.quality == evaluate_exits(settled, validation, named)[named.exit].value
         if point.on_envelope:
-            assert point.raw_quality == evaluate_exits(model, validation, named)[named.exit].accuracy
-            assert point.test_quality == evaluate_exits(settled, test, named)[named.exit].accuracy
+            assert point.raw_quality == evaluate_exits(model, validation, named)[named.exit].value
+            assert point.test_quality == evaluate_exits(settled, test, named)[named.exit].value
             assert (point.n, point.test_n) == (40, 24)
         else:
             assert point.raw_quality is point.test_quality is None
@@ -315,7 +328,7 @@ def test_without_statistics_the_points_say_raw():
     assert not frontier.buffers
     for point in frontier.points:
         named = cnmm.named_point(model, point.name)
-        expected = evaluate_exits(model, validation, named)[named.exit].accuracy
+        expected = evaluate_exits(model, validation, named)[named.exit].value
         assert (point.statistics, point.quality, point.raw_quality) == ("raw", expected, expected)
 
 
@@ -327,7 +340,7 @@ def test_the_deterministic_variant_has_its_full_exits():
 def test_what_cannot_be_measured():
     with pytest.raises(ValueError, match="labels pixels"):
         measure(create_model("cnmm_seg_tiny"), [])
-    with pytest.raises(ValueError, match="validation is gone through several times"):
+    with pytest.raises(ValueError, match="validation is iterated more than once"):
         measure(a_mixture(), iter(some_batches()))
     with pytest.raises(ValueError, match="no images to evaluate"):
         measure(a_mixture(), [])
@@ -346,7 +359,7 @@ def shortfall(frontier, every):
     """The most that a frontier's best point within a budget is worse than the best of all points."""
     worst = 0.0
     for point in every.envelope():
-        found = [mine.accuracy for mine in frontier.points if mine.macs <= point.macs]
+        found = [mine.quality for mine in frontier.points if mine.macs <= point.macs]
         worst = max(worst, point.quality - max(found, default=0.0))
     return worst
 
@@ -431,55 +444,68 @@ def test_damaged_statistics(tmp_path):
 # The plot
 
 
-def test_the_plot_is_the_same_every_time(tmp_path):
-    frontier = measure(a_mixture(), some_batches(), num_points=9, rule="both")
-    times = {point.name: 0.1 + point.macs / 1e6 for point in frontier.points}
-    for name, latency in (("a.svg", None), ("b.svg", None), ("c.svg", times), ("d.png", times)):
-        save_picture(plot_frontier(frontier, latency), tmp_path / name)
+def measured_frontier(trained_run):
+    return Frontier.load(trained_run / "frontier.json")
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_the_plot_is_the_same_every_time(tmp_path, trained_run):
+    frontier = measured_frontier(trained_run)
+    for name in ("a.svg", "b.svg", "c.png", "d.png"):
+        save_picture(plot_frontier(frontier), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert (tmp_path / "c.svg").stat().st_size > (tmp_path / "a.svg").stat().st_size
-    assert frontier.cascade is not None
-    save_picture(plot_frontier(replace(frontier, cascade=None)), tmp_path / "e.svg")
-    assert (tmp_path / "e.svg").stat().st_size < (tmp_path / "a.svg").stat().st_size
+    assert (tmp_path / "c.png").read_bytes() == (tmp_path / "d.png").read_bytes()
     assert b"http" not in re.sub(rb"http://www.w3.org/\S+", b"", (tmp_path / "a.svg").read_bytes())
-    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_plot_shows(trained_run):
+    frontier = measured_frontier(trained_run)
+    figure = plot_frontier(frontier)
+    axes = figure.axes[0]
+    assert len(figure.axes) == 1
+    assert axes.get_ylabel() == "accuracy (%), 100 validation images"
+    assert axes.child_axes[0].get_xlabel().startswith("% of the full mixture")
+    assert {f"exit {point.exit}" for point in frontier.points} <= {words.split(",")[0] for words in legend(figure)}
+    (early,) = [line for line in axes.lines if line.get_label() == "early exit, macs on average"]
+    rows = [(row.average_macs / 1e6, 100 * row.quality) for row in frontier.cascade.thresholds]
+    assert [tuple(point) for point in early.get_xydata().tolist()] == rows
+    assert not any("early exit" in words for words in legend(plot_frontier(replace(frontier, cascade=None))))
+    points = tuple(replace(point, metric="mean_class_accuracy") for point in frontier.points)
+    assert plot_frontier(replace(frontier, points=points)).axes[0].get_ylabel().startswith("mean class accuracy (%)")
+    times = {point.name: 0.1 + point.macs / 1e6 for point in frontier.points[1:]}
+    timed = plot_frontier(frontier, times).axes[1]
+    assert "latency on this machine (ms)" in timed.get_xlabel()
+    assert {x for line in timed.lines for x in line.get_xdata()} == set(times.values())
 
 
 # The verbs
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run folder whose model was hardly trained: not at all."""
+def run(own_run, monkeypatch):
+    """The trained run as it was before its frontier was measured."""
     monkeypatch.setattr(training, "STATISTICS_IMAGES", 120)
     monkeypatch.setattr(training, "EVALUATION_BATCH", 60)
-    config = recipe("quick", val=100)
-    save(a_mixture(), tmp_path / "run", train=config.to_dict(), data={"spec": "fashion"})
-    return tmp_path / "run"
-
-
-def ask(capsys, *args):
-    assert cli.main([*map(str, args), "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
-
-def complaint(capsys, *args):
-    assert cli.main(list(map(str, args))) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    return err.strip().splitlines()[-1]
+    for path in (*own_run.glob("frontier.*"), own_run / STATISTICS_FILE):
+        path.unlink()
+    return own_run
 
 
 def test_frontier_and_choose(capsys, run, tmp_path):
     assert "cnmm frontier" in complaint(capsys, "choose", run, "--budget", "1M")
     answer = ask(capsys, "frontier", run, "--points", 8, "--test", "--plot", tmp_path / "other.png")
-    wanted = {"point", "exit", "cuts", "macs", "params", "accuracy", "n", "split", "statistics"}
+    wanted = {"point", "name", "rule", "cuts", "exit", "macs", "params", "quality", "metric", "accuracy"}
+    wanted |= {"low", "high", "n", "split", "statistics"}
     assert all(wanted <= point.keys() for point in answer["points"])
     assert {(point["n"], point["split"], point["statistics"]) for point in answer["points"]} == {
         (100, "validation", "re-estimated")
     }
     best = [point for point in answer["points"] if point["on_envelope"]]
-    assert all(point["raw_accuracy"] is not None and point["test_n"] > 100 for point in best)
+    assert all(point["raw_quality"] is not None and point["test_n"] == 100 for point in best)
     names = {path.name for path in run.iterdir()}
     assert names >= {"frontier.json", "frontier.csv", "frontier.svg", "frontier.png", STATISTICS_FILE}
     assert not [name for name in names if name.startswith(".")]
@@ -487,7 +513,7 @@ def test_frontier_and_choose(capsys, run, tmp_path):
 
     frontier = Frontier.load(run / "frontier.json")
     rows = list(csv.DictReader((run / "frontier.csv").open()))
-    assert [row["point"] for row in rows] == [point.name for point in frontier.points]
+    assert [row["name"] for row in rows] == [point.name for point in frontier.points]
     assert frontier.cascade is not None
     assert load_statistics(run).keys() == {*(point["point"] for point in best), frontier.cascade.point}
 
@@ -496,7 +522,7 @@ def test_frontier_and_choose(capsys, run, tmp_path):
     assert chosen["latency_ms"] is None
     assert {"macs", "exit", "params"} <= chosen.keys()
     assert "cnmm bench" in complaint(capsys, "choose", run, "--budget", "25ms")
-    assert frontier.points[0].point in complaint(capsys, "choose", run, "--budget", "1k")
+    assert frontier.points[0].name in complaint(capsys, "choose", run, "--budget", "1k")
     assert "'fast'" in complaint(capsys, "choose", run, "--budget", "fast")
     (run / "frontier.json").write_text("{")
     assert "frontier.json" in complaint(capsys, "choose", run, "--budget", "1M")
@@ -523,7 +549,7 @@ def test_a_run_without_held_out_images_says_so(capsys, run):
 def test_frontier_complaints(capsys, run, tmp_path):
     assert "no run folder" in complaint(capsys, "frontier", tmp_path / "none")
     assert ".svg or .png" in complaint(capsys, "frontier", run, "--plot", "a.pdf")
-    assert "--images 0" in complaint(capsys, "frontier", run, "--images", 0)
+    assert "images=0" in complaint(capsys, "frontier", run, "--images", 0)
     assert "num_points=0" in complaint(capsys, "frontier", run, "--points", 0)
     assert "nowhere" in complaint(capsys, "frontier", run, "--data", "cifar10:nowhere")
     assert not (run / "frontier.json").exists()
@@ -532,17 +558,6 @@ def test_frontier_complaints(capsys, run, tmp_path):
 def test_choosing_needs_no_torch(frontier, tmp_path):
     frontier.save(tmp_path / "frontier.json")
     blocked = ("torch", "numpy", "matplotlib", "safetensors")
-    code = f"""
-import sys
-from cnmm.cli.main import main
-class Missing:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in {blocked}:
-            raise ModuleNotFoundError(name=name)
-sys.meta_path.insert(0, Missing())
-sys.exit(main(["choose", {str(tmp_path)!r}, "--budget", "30", "--json"]))
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    done = python(RUN_CLI, "choose", tmp_path, "--budget", "30", "--json", missing=blocked)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["point"] == "b"

@@ -62,7 +62,7 @@ def test_batches_add_up_and_scores_are_as_good_as_predictions():
 
 
 def test_the_interval_of_a_mean_over_classes_covers_it():
-    """Nine or ten classes of a hundred images each, and of very different sizes: 95 % of the intervals, within noise."""
+    """Classes of a hundred images each, and of very different sizes: 95 % of the intervals, within noise."""
     rng = np.random.default_rng(0)
     for sizes in ([100] * 10, [20, 50, 80, 200, 400, 400, 1000, 1000, 3000]):
         total = np.array(sizes)
