@@ -1,9 +1,13 @@
-"""From a text such as `cifar10:DIR` to a data set, and from a data set to the model of the zoo that fits it."""
+"""From a text such as `cifar10:DIR` to a data set, and from a data set to the model of the zoo that fits it.
+
+A kind of data set is a function with the decorator `register_data`; its first argument is the DIR of `KIND:DIR`.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cnmm._errors import UserError
@@ -15,7 +19,37 @@ from cnmm.data.images import Progress, fit_images
 
 MEMORY_LIMIT = 4 * 2**30
 """Bytes of decoded images that are kept in memory."""
-ALLOWED = ("cifar10:DIR", "cifar100:DIR", "folder:DIR", "fashion", "fashion:DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked of a data set."""
+
+    spec: str
+    size: tuple[int, int] | None
+    skip_bad: bool
+    memory_limit: int
+    progress: Progress | None
+
+
+Opener = Callable[[Path | None, Request], DataSet]
+_KINDS: dict[str, tuple[Opener, tuple[str, ...]]] = {}
+"""By name: what opens it, and how it is spelt."""
+
+
+def register_data(name: str, *, without_folder: bool = False) -> Callable[[Opener], Opener]:
+    """Registers a kind of data set: `NAME:DIR` and, with `without_folder`, plain `NAME` (its folder is None)."""
+
+    def register(function: Opener) -> Opener:
+        _KINDS[name] = function, (f"{name}:DIR", *([name] if without_folder else []))
+        return function
+
+    return register
+
+
+def spellings() -> tuple[str, ...]:
+    """All forms that `open_data` takes."""
+    return tuple(form for _, forms in _KINDS.values() for form in forms)
 
 
 def open_data(
@@ -32,13 +66,10 @@ def open_data(
     images. Images of a folder that need more than `memory_limit` bytes stay on disk. `skip_bad` leaves out image files
     that cannot be read, and lists them in `skipped`. `progress` is called with (done, total) while a folder is read.
     """
-    kind, folder = _parse(spec)
+    opener, folder = _parse(spec)
     size = None if size is None else _checked(size)
-    if kind == "folder" and folder:
-        return _open_folder(spec, folder, size, skip_bad, memory_limit, progress)
-    if skip_bad:
-        warnings.warn(f"skip_bad has no effect on {spec}: only image files of folder:DIR are skipped", stacklevel=2)
-    return _open_arrays(spec, kind, folder, size, memory_limit)
+    request = Request(spec=spec, size=size, skip_bad=skip_bad, memory_limit=memory_limit, progress=progress)
+    return opener(folder, request)
 
 
 def suggest_model(dataset: DataSet) -> tuple[str, tuple[int, int], str]:
@@ -56,29 +87,42 @@ def _checked(size: Sequence[object]) -> tuple[int, int]:
     raise UserError(f"size={size!r}: two whole numbers (height, width) of at least 1 are needed")
 
 
-def _parse(spec: str) -> tuple[str, Path | None]:
+def _parse(spec: str) -> tuple[Opener, Path | None]:
     kind, _, folder = spec.partition(":")
-    if folder and f"{kind}:DIR" in ALLOWED:
-        return kind, Path(folder).expanduser()
-    if spec in ALLOWED:
-        return kind, None
+    if folder and kind in _KINDS:
+        return _KINDS[kind][0], Path(folder).expanduser()
+    if kind in _KINDS and spec in _KINDS[kind][1]:
+        return _KINDS[kind][0], None
     hint = f"; for a folder of images: folder:{spec}" if Path(spec).is_dir() else ""
-    raise UserError(f"unknown data {spec!r}: allowed are {', '.join(ALLOWED)}{hint}")
+    raise UserError(f"unknown data {spec!r}: must be one of {', '.join(spellings())}{hint}")
 
 
-def _open_folder(
-    spec: str,
-    folder: Path,
-    size: tuple[int, int] | None,
-    skip_bad: bool,
-    memory_limit: int,
-    progress: Progress | None,
-) -> DataSet:
-    content = read_folder(folder, size, skip_bad=skip_bad, memory_limit=memory_limit, progress=progress)
+@register_data("cifar10")
+def _cifar10(folder: Path | None, request: Request) -> DataSet:
+    assert folder is not None
+    return _in_memory("cifar10", request, *read_cifar("cifar10", folder))
+
+
+@register_data("cifar100")
+def _cifar100(folder: Path | None, request: Request) -> DataSet:
+    assert folder is not None
+    return _in_memory("cifar100", request, *read_cifar("cifar100", folder))
+
+
+@register_data("folder")
+def _folder(folder: Path | None, request: Request) -> DataSet:
+    assert folder is not None
+    content = read_folder(
+        folder,
+        request.size,
+        skip_bad=request.skip_bad,
+        memory_limit=request.memory_limit,
+        progress=request.progress,
+    )
     mean, std = channel_statistics(content.train)
     return DataSet(
         name=folder.resolve().name,
-        spec=spec,
+        spec=request.spec,
         classes=content.classes,
         train=content.train,
         test=content.test,
@@ -90,26 +134,37 @@ def _open_folder(
     )
 
 
-def _open_arrays(spec: str, kind: str, folder: Path | None, size: tuple[int, int] | None, memory_limit: int) -> DataSet:
-    classes, train, test = _read_arrays(kind, folder)
+@register_data("fashion", without_folder=True)
+def _fashion(folder: Path | None, request: Request) -> DataSet:
+    if folder is None:
+        splits = ArraySplit(*fashion_sample("train")), ArraySplit(*fashion_sample("test"))
+        return _in_memory("fashion", request, FASHION_CLASSES, *splits)
+    return _in_memory("fashion", request, FASHION_CLASSES, *read_fashion(folder))
+
+
+def _in_memory(name: str, request: Request, classes: tuple[str, ...], train: ArraySplit, test: ArraySplit) -> DataSet:
+    """A data set whose images are all decoded: fitted to the size, if it does not take too much memory."""
+    if request.skip_bad:
+        words = f"skip_bad has no effect on {request.spec}: only image files of folder:DIR are skipped"
+        warnings.warn(words, stacklevel=4)
     height, width, in_chans = train.images.shape[1:]
-    size = size or (height, width)
+    size = request.size or (height, width)
     needed = (len(train) + len(test)) * size[0] * size[1] * in_chans
-    if needed > memory_limit:
+    if needed > request.memory_limit:
         raise UserError(
-            f"{spec} at {size[0]}x{size[1]} takes {needed:,} bytes, more than memory_limit={memory_limit:,}; "
-            "use a smaller size or a larger limit"
+            f"{request.spec} at {size[0]}x{size[1]} takes {needed:,} bytes, more than "
+            f"memory_limit={request.memory_limit:,}; use a smaller size or a larger limit"
         )
     train, test = (ArraySplit(fit_images(split.images, size), split.labels) for split in (train, test))
     mean, std = channel_statistics(train)
     return DataSet(
-        name=kind, spec=spec, classes=classes, train=train, test=test, mean=mean, std=std, size=size, in_chans=in_chans
+        name=name,
+        spec=request.spec,
+        classes=classes,
+        train=train,
+        test=test,
+        mean=mean,
+        std=std,
+        size=size,
+        in_chans=in_chans,
     )
-
-
-def _read_arrays(kind: str, folder: Path | None) -> tuple[tuple[str, ...], ArraySplit, ArraySplit]:
-    if folder is None:
-        return FASHION_CLASSES, ArraySplit(*fashion_sample("train")), ArraySplit(*fashion_sample("test"))
-    if kind == "fashion":
-        return FASHION_CLASSES, *read_fashion(folder)
-    return read_cifar(kind, folder)
