@@ -23,7 +23,7 @@ venv: .venv/.installed ## make .venv with everything for training and developmen
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[train,dev]"
 	@touch $@
 
-demo: .venv/.installed ## a small mixture on the embedded sample, in seconds; pictures go to demo/
+demo: .venv/.installed ## the whole story on real images: train, measure, export, classify; writes to demo/
 	$(BIN)/python examples/demo.py
 
 test: .venv/.installed ## run all tests in two processes of one thread each

@@ -97,6 +97,6 @@ def read_tensors(path: Path, framework: str, only: str | None = None) -> dict[st
         with safe_open(path, framework=framework) as file:
             return {name: file.get_tensor(name) for name in file.keys() if only in (None, name)}  # noqa: SIM118
     except FileNotFoundError:
-        raise UserError(f"{path.parent}: no run folder, {path.name} is missing") from None
+        raise UserError(f"{path.parent}: not a run folder ({path.name} is missing)") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read as safetensors: {error}") from None

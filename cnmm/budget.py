@@ -76,7 +76,7 @@ def _decimal(digits: str) -> Decimal:
 def _checked(kind: BudgetKind, value: float, text: str, metric: str | None = None) -> Budget:
     if kind == "quality":
         if value > 1:
-            raise UserError(f"budget {text!r}: a quality lies between 0 and 1; try {text.partition(':')[0]}:0.92")
+            raise UserError(f"budget {text!r}: a quality must be between 0 and 1; try {text.partition(':')[0]}:0.92")
     elif value == 0:
         raise UserError(f"budget {text!r}: must be greater than zero, for example {EXAMPLES}")
     elif not math.isfinite(value):

@@ -68,7 +68,7 @@ class Cascade:
         table = self.thresholds
         if macs < table[0].average_macs:
             least = f"{math.ceil(table[0].average_macs):,}"
-            raise UserError(f"average_macs={macs:,.0f}: the least that early exits can spend is {least}")
+            raise UserError(f"average_macs={macs:,.0f}: must be at least {least}, the least that early exit can spend")
         for low, high in itertools.pairwise(table):
             if macs < high.average_macs:
                 part = (macs - low.average_macs) / (high.average_macs - low.average_macs)

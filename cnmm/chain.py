@@ -33,7 +33,7 @@ class Chain:
     def __init__(self, dag: Dag, logits: Sequence[float] | torch.Tensor) -> None:
         size = len(logits) if isinstance(logits, Sequence) else logits.shape[-1]
         if size != len(dag.edges):
-            raise UserError(f"{size} gate logits: {len(dag.edges)} are needed, one for each edge")
+            raise UserError(f"{size} gate logits, but the graph has {len(dag.edges)} edges; give one per edge")
         self.dag = dag
         self.logits = logits
 
@@ -105,7 +105,7 @@ class Chain:
         import torch
 
         if not temperature > 0:
-            raise UserError(f"temperature={temperature}: a positive number is needed")
+            raise UserError(f"temperature={temperature}: must be positive")
         logits = self._tensor()
         tiny = torch.finfo(logits.dtype).tiny
         uniform = _uniform(shape, logits, generator)

@@ -58,14 +58,14 @@ class MixtureConfig:
         for field, allowed in _CHOICES.items():
             value = getattr(self, field)
             if value not in allowed:
-                raise UserError(f"{field}={value!r}: allowed are {', '.join(repr(a) for a in allowed)}")
+                raise UserError(f"{field}={value!r}: must be one of {', '.join(repr(a) for a in allowed)}")
         for field in ("blocks", "scales", "channels", "num_classes", "in_chans"):
             value = getattr(self, field)
             if not is_count(value):
-                raise UserError(f"{field}={value!r}: a whole number of at least 1 is needed")
+                raise UserError(f"{field}={value!r}: must be a whole number of at least 1")
         if self.channels % 4:
             near = max(4, round(self.channels / 4) * 4)
-            raise UserError(f"channels={self.channels}: a multiple of 4 is needed, for example channels={near}")
+            raise UserError(f"channels={self.channels}: must be a multiple of 4, for example channels={near}")
         check_input_size(self, self.input_size)
 
     @property
@@ -86,7 +86,7 @@ class MixtureConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise UserError(f"unknown field {unknown[0]!r} in the model's config; known are {', '.join(sorted(known))}")
+            raise UserError(f"unknown field {unknown[0]!r} in the model's config; known: {', '.join(sorted(known))}")
         return cls(**data)
 
 
@@ -132,10 +132,10 @@ def is_count(value: object) -> bool:
 def check_input_size(config: MixtureConfig, size: Sequence[int]) -> None:
     """Refuses images so small that a scale would have nothing left to halve."""
     if len(size) != 2 or not all(is_count(side) for side in size):
-        raise UserError(f"input_size={size!r}: two whole numbers (height, width) of at least 1 are needed")
+        raise UserError(f"input_size={size!r}: must be two whole numbers (height, width) of at least 1")
     least = config.stem_stride * 2 ** (config.scales - 1)
     if min(size) < least:
         raise UserError(
             f"input_size={size[0]}x{size[1]} is too small for stem_stride={config.stem_stride} and "
-            f"{config.scales} scales: at least {least}x{least} is needed; use larger images or fewer scales"
+            f"{config.scales} scales: must be at least {least}x{least}; use larger images or fewer scales"
         )

@@ -39,10 +39,10 @@ def start(asked: Device = "auto") -> torch.device:
 def pick_device(asked: str = "auto") -> torch.device:
     """The CPU, or the GPU that belongs to this process: the one of its number on this machine."""
     if asked not in get_args(Device):
-        raise UserError(f"device={asked!r}: allowed are {', '.join(get_args(Device))}")
+        raise UserError(f"device={asked!r}: must be one of {', '.join(get_args(Device))}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not gpus:
-        raise UserError(f"device='cuda': torch {torch.__version__} finds no GPU here; allowed are auto and cpu")
+        raise UserError(f"device='cuda': torch {torch.__version__} finds no GPU here; use auto or cpu")
     if asked == "cpu" or not gpus:
         return torch.device("cpu")
     number = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,4 @@
-"""Pictures of a mixture: maps by block and scale, each edge as thick as its flow, and what an operating point cuts.
+"""Pictures of a mixture: maps by block and scale, edge width proportional to flow, and what an operating point cuts.
 
 Needs matplotlib, which is imported only when something is drawn; no global state of pyplot is touched. The same input
 gives the same bytes. Lengths are in inches.

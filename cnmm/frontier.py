@@ -97,7 +97,7 @@ class Frontier:
         for point in self.points:
             if point.name == name:
                 return point
-        raise UserError(f"point {name!r} was not measured; measured are {', '.join(p.name for p in self.points)}")
+        raise UserError(f"point {name!r} was not measured; must be one of {', '.join(p.name for p in self.points)}")
 
     def envelope(self) -> tuple[FrontierPoint, ...]:
         """The points that are better than every cheaper one, cheapest first."""
@@ -157,7 +157,7 @@ class Frontier:
         If the envelope has fewer points, all of them.
         """
         if num < 1:
-            raise UserError(f"a ladder of {num} points: at least 1 is needed")
+            raise UserError(f"a ladder of {num} points: must have at least 1")
         envelope = self.envelope()
         if num >= len(envelope):
             return envelope
@@ -214,9 +214,9 @@ class Frontier:
         try:
             return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
         except FileNotFoundError:
-            raise UserError(f"{path}: there is no such file; `cnmm frontier RUN --data ...` makes one") from None
+            raise UserError(f"{path}: no such file; make it with: cnmm frontier RUN") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path}: no frontier that can be read: {error}") from None
+            raise UserError(f"{path}: cannot be read as a frontier: {error}") from None
 
 
 def find_frontier(folder: str | Path) -> Frontier:
@@ -225,8 +225,8 @@ def find_frontier(folder: str | Path) -> Frontier:
         if (Path(folder) / name).is_file():
             return Frontier.load(Path(folder) / name)
     if not Path(folder).is_dir():
-        raise UserError(f"{folder}: there is no such folder; a run folder or a ladder folder is needed")
-    raise UserError(f"{folder}: its frontier is not measured yet; do so with: cnmm frontier {folder} --data KIND:DIR")
+        raise UserError(f"{folder}: no such folder; give a run folder or a ladder folder")
+    raise UserError(f"{folder}: its frontier has not been measured; run: cnmm frontier {folder}")
 
 
 def metric_words(metric: str) -> str:

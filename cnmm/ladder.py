@@ -49,7 +49,7 @@ class NetworkFile:
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); export the ladder again") from None
         if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise UserError(f"{self.path}: not the file that {LADDER_FILE} names (sha256); export the ladder again")
+            raise UserError(f"{self.path}: its sha256 differs from the one in {LADDER_FILE}; export the ladder again")
         return data
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def read_ladder(folder: str | Path) -> Ladder:
         data = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{folder}: no ladder folder, {LADDER_FILE} is missing; make one with: cnmm export RUN --ladder 8 -o DIR"
+            f"{folder}: not a ladder folder ({LADDER_FILE} missing); make one with: cnmm export RUN --ladder 8 -o DIR"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None

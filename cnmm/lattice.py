@@ -39,12 +39,10 @@ class Dag:
             raise UserError(f"inputs={self.inputs!r}: node 0 (the image) has no inputs and at least node 1 follows it")
         for node, sources in enumerate(self.inputs[1:], start=1):
             if not sources or list(sources) != sorted(set(sources)) or sources[0] < 0 or sources[-1] >= node:
-                raise UserError(f"inputs[{node}]={sources!r}: one or more older nodes are needed, oldest first")
+                raise UserError(f"inputs[{node}]={sources!r}: must be one or more older nodes, oldest first")
         first = self.inputs[-1][0]
         if not self.exits or list(self.exits) != sorted(set(self.exits)) or self.exits[0] < first:
-            raise UserError(
-                f"exits={self.exits!r}: increasing nodes are needed, none before the output's input {first}"
-            )
+            raise UserError(f"exits={self.exits!r}: must be increasing nodes, none before the output's input {first}")
 
     @property
     def output(self) -> int:
@@ -90,14 +88,14 @@ class Dag:
         if exit is None:
             return self.num_exits
         if exit not in range(1, self.num_exits + 1):
-            raise UserError(f"exit={exit!r}: allowed are the exits 1 to {self.num_exits}")
+            raise UserError(f"exit={exit!r}: must be an exit from 1 to {self.num_exits}")
         return exit
 
 
 def full_dag(depth: int) -> Dag:
     """The dense graph of section 3: nodes 0..T with all T(T+1)/2 edges; exit t bounds the depth by t."""
     if depth < 1:
-        raise UserError(f"depth={depth}: at least 1 is needed")
+        raise UserError(f"depth={depth}: must be at least 1")
     return Dag(inputs=tuple(tuple(range(node)) for node in range(depth + 1)), exits=tuple(range(depth)))
 
 

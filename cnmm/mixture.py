@@ -305,7 +305,7 @@ class Mixture(nn.Module):
     ) -> Tensor:
         """Class probabilities averaged over samples of the gates, drawn anew for each image (the paper's table 1)."""
         if num_samples < 1:
-            raise UserError(f"num_samples={num_samples}: at least 1 is needed")
+            raise UserError(f"num_samples={num_samples}: must be at least 1")
         if self.training:
             raise UserError("monte_carlo uses the running statistics; call model.eval() first")
         total = torch.zeros((), device=x.device)
@@ -364,7 +364,7 @@ class Mixture(nn.Module):
             values = gates.expand(1, -1) if gates.dim() == 1 else gates
             if values.shape not in ((1, num_edges), (draws, num_edges)):
                 raise UserError(
-                    f"gates of shape {tuple(gates.shape)}: ({num_edges},) or ({draws}, {num_edges}) is needed for "
+                    f"gates of shape {tuple(gates.shape)}: must be ({num_edges},) or ({draws}, {num_edges}) for "
                     f"{num} images in groups of {group}"
                 )
         elif gates == "expectation":
@@ -374,7 +374,7 @@ class Mixture(nn.Module):
         elif gates == "hard":
             values = self.chain.sample((draws,), generator=generator)
         else:
-            raise UserError(f"gates={gates!r}: allowed are 'expectation', 'relaxed', 'hard' or a tensor of gate values")
+            raise UserError(f"gates={gates!r}: must be 'expectation', 'relaxed', 'hard' or a tensor of gate values")
         if values.shape[0] == 1:
             return values
         equal = math.gcd(num, group)  # groups of equal size, where the last one would be smaller
@@ -384,7 +384,7 @@ class Mixture(nn.Module):
         """Refuses what a pass cannot take."""
         config = self.config
         if x.dim() != 4 or not x.is_floating_point():
-            wanted = f"float images [N, {config.in_chans}, height, width] are needed"
+            wanted = f"must be float images [N, {config.in_chans}, height, width]"
             raise UserError(f"images of shape {tuple(x.shape)} and type {x.dtype}: {wanted}")
         if x.shape[1] != config.in_chans:
             raise UserError(

@@ -32,7 +32,7 @@ class Mixable(Protocol):
 def cutting_order(model: Mixable, exit: int | None = None, *, rule: Rule = "flow") -> list[OperatingPoint]:
     """All operating points of an exit: the k-th has k cuts, the last is a single network."""
     if rule not in get_args(Rule):
-        raise UserError(f"rule={rule!r}: allowed are {', '.join(get_args(Rule))}")
+        raise UserError(f"rule={rule!r}: must be one of {', '.join(get_args(Rule))}")
     lattice = build_lattice(model.config)
     exit = check_classifier(model.config, lattice, exit)
     letter = next(letter for letter, name in _LETTERS.items() if name == rule)
@@ -52,11 +52,11 @@ def named_point(model: Mixable, name: str) -> OperatingPoint:
     """The operating point of a name like "e5c37": exit 5, 37 cuts by the flow rule ("m": flow per mac, "a": mean)."""
     match = re.fullmatch(r"e(\d+)([cma])(\d+)", name)
     if not match:
-        raise UserError(f"point {name!r}: a name like e5c37 is needed (exit 5, 37 cuts; m instead of c: flow per mac)")
+        raise UserError(f"point {name!r}: must look like e5c37 (exit 5, 37 cuts; m instead of c: flow per mac)")
     exit, letter, cuts = int(match[1]), match[2], int(match[3])
     numbers = model.config.exit_numbers
     if exit not in numbers:
-        raise UserError(f"point {name!r}: there is no exit {exit}; allowed are {', '.join(map(str, numbers))}")
+        raise UserError(f"point {name!r}: there is no exit {exit}; must be one of {', '.join(map(str, numbers))}")
     order = cutting_order(model, exit, rule=_LETTERS[letter])
     if cuts >= len(order):
         raise UserError(

@@ -102,7 +102,7 @@ class Run:
         """`data`: where the images are now, if not where the run says."""
         self.folder = Path(folder)
         if not is_run(folder):
-            raise UserError(f"{folder}: no run folder; `cnmm train --out {folder} ...` makes one")
+            raise UserError(f"{folder}: not a run folder; make one with: cnmm train --out {folder} ...")
         self.about: dict[str, Any] = read_config(folder)
         self.evaluation: Evaluation | None = None
         """What a training has measured at its end."""
@@ -137,7 +137,7 @@ class Run:
         """Its measured points, with the statistics of the best of them."""
         path = self.folder / FRONTIER_FILE
         if not path.is_file():
-            raise UserError(f"{self.folder}: its frontier is not measured yet; run: cnmm frontier {self.folder}")
+            raise UserError(f"{self.folder}: its frontier has not been measured; run: cnmm frontier {self.folder}")
         return dataclasses.replace(Frontier.load(path), buffers=load_statistics(self.folder))
 
     def latency(self) -> dict[str, float]:
@@ -161,8 +161,8 @@ class Run:
             batches = self.images.statistics()
         except (OSError, UserError) as error:
             raise UserError(
-                f"{self.folder}: the statistics of {point.name} are not stored, and its images are not at hand "
-                f"({error}); say where they are with --data, or choose a point of the frontier"
+                f"{self.folder}: the statistics of {point.name} are not stored, and its images cannot be read "
+                f"({error}); give the images with --data, or choose a point of the frontier"
             ) from None
         return reestimated(self.model, batches, point)
 
@@ -307,13 +307,13 @@ class Run:
         """An operating point as one ONNX file; int8 is calibrated on training images and measured on held-out ones."""
         path = Path(out)
         if path.suffix != ".onnx":
-            raise UserError(f"{path}: one network goes into a file that ends in .onnx; a folder needs --ladder 8")
+            raise UserError(f"{path}: one network needs a file name ending in .onnx; a folder needs --ladder 8")
         check_new_file(path)
         network = self.slim(budget=budget, point=point)
         plain = data = onnx_bytes(network, self.preprocessing)
         before = after = None
         if precision == "int8":
-            logger.info("calibrating int8 on training images, then measuring it on held-out ones")
+            logger.info("calibrating int8 on training images, then measuring accuracy on held-out images")
             images = self.images.training(CALIBRATION_IMAGES)
             data = onnx_bytes(network, self.preprocessing, precision="int8", calibration=images)
             config, metric = self.model.config, task_of(self.model.config).check_metric(None)
@@ -369,7 +369,7 @@ class Run:
         """One HTML page about all of it (default RUN/report.html); without images at hand it has no examples."""
         path = Path(out) if out else self.folder / "report.html"
         if not path.parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+            raise UserError(f"{path}: there is no folder {path.parent}; create it first")
         frontier, examples = self.frontier, None
         try:
             examples = self._examples()

@@ -46,7 +46,7 @@ def start_run(folder: str | Path, model: Mixture, *, resume: bool, **about: Any)
     config = json.loads(json.dumps({"format_version": FORMAT_VERSION, "model": model.config.to_dict(), **about}))
     if not path.exists():
         if resume:
-            raise UserError(f"{folder}: nothing to resume, {CONFIG_FILE} is missing; leave --resume out to start")
+            raise UserError(f"{folder}: nothing to resume ({CONFIG_FILE} is missing); remove --resume to start")
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_json(path, config)
         return
@@ -128,7 +128,7 @@ def load_plan(folder: str | Path) -> Plan:
     logits = _read_weights(folder, "np", only="gate_logits").get("gate_logits")
     needed = len(build_lattice(config).edges)
     if logits is None or logits.shape != (needed,):
-        raise UserError(f"{Path(folder) / WEIGHTS_FILE}: 'gate_logits' with {needed} values is needed")
+        raise UserError(f"{Path(folder) / WEIGHTS_FILE}: must have 'gate_logits' with {needed} values")
     return Plan(config, tuple(float(value) for value in logits))
 
 
@@ -136,7 +136,7 @@ def load_config(folder: str | Path) -> MixtureConfig:
     """The model's config in a run folder."""
     data = read_config(folder)
     if "slim" in data:
-        raise UserError(f"{folder}: a slim network, no run folder; cnmm.load_slim reads it")
+        raise UserError(f"{folder}: a slim network, not a run folder; read it with cnmm.load_slim")
     try:
         return MixtureConfig.from_dict(data["model"])
     except (TypeError, ValueError) as error:
@@ -149,11 +149,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{folder}: no run folder, {CONFIG_FILE} is missing") from None
+        raise UserError(f"{folder}: not a run folder ({CONFIG_FILE} is missing)") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-        raise UserError(f"{path}: an object with the field 'model' is needed")
+        raise UserError(f"{path}: must be an object with the field 'model'")
     try:
         check_version(data)
     except UserError as error:

@@ -81,7 +81,7 @@ class RunImages:
             name, (part, chosen) = "validation", self.split("validation")
         elif self.data.test is not None:
             name, (part, chosen) = CHOSEN_ON_TEST, self.split("test")
-            logger.warning("this run held no images out: points are measured and chosen on test images, and say so")
+            logger.warning("this run held no images out: points are chosen on test images, and labelled so")
         else:
             raise UserError(f"{self.folder} held no images out (--val 0), and {self.spec} has no test images")
         if num is not None and num < len(chosen):  # the same share of every class

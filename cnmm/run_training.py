@@ -109,7 +109,7 @@ def _new_model(name: str | None, data: DataSet, variant: dict[str, Any]) -> Mixt
         name, _, why = suggest_model(data)
         logger.info("model %s: %s", name, why)
     if model_plan(name).config.task != "classification":
-        raise UserError(f"--model {name}: it labels pixels, {data.spec} labels images; `cnmm models` lists the others")
+        raise UserError(f"--model {name} labels pixels, {data.spec} labels images; `cnmm models` lists the others")
     return create_model(name, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size, **variant)
 
 
@@ -117,7 +117,7 @@ def _initial(init: str | Path, name: str | None, data: DataSet, variant: dict[st
     """The model of a trained run with its weights; classifiers of another number of classes start anew."""
     trained = load(init)
     if name not in (None, trained.config.name):
-        raise UserError(f"--model {name}: {init} holds a {trained.config.name}; leave --model out")
+        raise UserError(f"--model {name}: {init} holds a {trained.config.name}; remove --model")
     for field, value in variant.items():
         if value != getattr(trained.config, field):
             raise UserError(f"{field}={value!r}: {init} has {getattr(trained.config, field)!r}, which is fixed")

@@ -62,7 +62,7 @@ def model_plan(name: str, **overrides: Any) -> Plan:
         if field not in allowed:
             near = difflib.get_close_matches(field, allowed, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"unknown option {field!r}: allowed are {', '.join(allowed)}{hint}")
+            raise UserError(f"unknown option {field!r}: must be one of {', '.join(allowed)}{hint}")
     return Plan(dataclasses.replace(config, **overrides))
 
 
@@ -88,7 +88,7 @@ def _check_name(name: str) -> None:
     if name in _REGISTRY:
         return
     near = difflib.get_close_matches(re.sub(r"[-. ]", "_", name.lower()), _REGISTRY, 3, 0.5)
-    hint = f"nearest are {', '.join(near)}" if near else f"allowed are {', '.join(list_models())}"
+    hint = f"the nearest names are {', '.join(near)}" if near else f"must be one of {', '.join(list_models())}"
     raise UserError(f"unknown model {name!r}: {hint}; `cnmm models` lists all")
 
 

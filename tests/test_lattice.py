@@ -74,8 +74,8 @@ def test_sizes_round_up(stride, size, stem, maps):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": "detection"}, "task='detection': allowed are 'classification', 'segmentation'"),
-        ({"stem_stride": 3}, "stem_stride=3: allowed are 1, 2, 4"),
+        ({"task": "detection"}, "task='detection': must be one of 'classification', 'segmentation'"),
+        ({"stem_stride": 3}, "stem_stride=3: must be one of 1, 2, 4"),
         ({"blocks": 0}, "blocks=0: a whole number of at least 1"),
         ({"scales": 1.5}, "scales=1.5: a whole number of at least 1"),
         ({"num_classes": True}, "num_classes=True"),

@@ -119,7 +119,7 @@ def test_points_that_do_not_exist_are_refused(name, message):
 
 
 def test_bad_rules_and_exits_are_refused():
-    with pytest.raises(ValueError, match="rule='luck': allowed are flow, flow_per_mac"):
+    with pytest.raises(ValueError, match="rule='luck': must be one of flow, flow_per_mac"):
         cutting_order(model_plan("cnmm_tiny"), rule="luck")
     with pytest.raises(ValueError, match="one final classifier only; use exit=3"):
         cutting_order(model_plan("cnmm_tiny", exits="last"), 2)

@@ -42,7 +42,7 @@ def test_unknown_names_list_the_nearest(name, near):
 
 
 def test_unknown_names_and_options_list_what_is_allowed():
-    with pytest.raises(ValueError, match=r"unknown model 'x{9}': allowed are cnmm_b12s3, .*cnmm_tiny"):
+    with pytest.raises(ValueError, match=r"unknown model 'x{9}': must be one of cnmm_b12s3, .*cnmm_tiny"):
         cnmm.create_model("xxxxxxxxx")
     with pytest.raises(ValueError, match=r"unknown option 'classes'.*did you mean 'num_classes'"):
         cnmm.create_model("cnmm_tiny", classes=3)

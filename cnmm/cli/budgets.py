@@ -28,11 +28,11 @@ class MeasureFrontier:
     data: Annotated[str | None, arg(metavar="KIND:DIR", help_behavior_hint="(default: the run's own)")] = None
     """Where the images are."""
     rule: Annotated[Literal["flow", "flow_per_mac", "both"], arg(help_behavior_hint="(default: both)")] = "both"
-    """Which edge is cut next: of least flow, of least flow per mac that it saves, or both orders."""
-    images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all that were held out)")] = None
+    """Cutting rule: least flow, least flow per mac saved, or both."""
+    images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all held-out images)")] = None
     """Measure on this many of the held-out images."""
-    points: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all, of a large mixture 96)")] = None
-    """Measure at most this many points, from coarse to fine."""
+    points: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all; 96 for a large mixture)")] = None
+    """Measure at most N points, coarse to fine."""
     metric: Annotated[MetricName | None, arg(help_behavior_hint="(default: accuracy)")] = None
     """What quality means, for the frontier and for early exit; mean_class_accuracy is the paper's."""
     statistics: Annotated[Literal["re-estimated", "raw"], arg(help_behavior_hint="(default: re-estimated)")] = (
@@ -40,9 +40,9 @@ class MeasureFrontier:
     )
     """Batch statistics: re-estimated at every point, or raw, the run's own at every point as in the paper."""
     test: Annotated[bool, NO_HINT] = False
-    """Add test figures to the chosen points."""
-    plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: in the run folder only)")] = None
-    """Another picture to write: .svg or .png."""
+    """Also report test accuracy for the chosen points."""
+    plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: only in the run folder)")] = None
+    """Also write the plot to this file: .svg or .png."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Choose:
     folder: Annotated[Positional[Path], arg(metavar="RUN|LADDER", help_behavior_hint="")]
     """A run folder with its frontier, or a ladder folder."""
     budget: Annotated[str, arg(metavar="BUDGET", help_behavior_hint="")]
-    """60M (macs), 25ms (p95 measured here), 40% (of the full mixture), acc:0.92 (the cheapest that good)."""
+    """60M (macs), 25ms (p95 measured here), 40% (of the full mixture), acc:0.92 (at least that accurate)."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:

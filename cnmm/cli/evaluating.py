@@ -34,7 +34,7 @@ class Evaluate:
     point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: nothing cut)")] = None
     """An operating point such as e4c12."""
     budget: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="")] = None
-    """60M, 40%, 25ms or acc:0.92, instead of a point: the best measured one within it (see `cnmm frontier`)."""
+    """Instead of a point: 60M, 40%, 25ms or acc:0.92 takes the best measured point within it (`cnmm frontier`)."""
     metric: Annotated[MetricName | None, arg(help_behavior_hint="(default: accuracy)")] = None
     """What the interval and `quality` refer to; all metrics are shown."""
     raw: Annotated[bool, NO_HINT] = False
@@ -44,9 +44,9 @@ class Evaluate:
     hard: Annotated[bool, NO_HINT] = False
     """Monte-Carlo samples are hard: each is one network of the mixture."""
     device: Annotated[Device, AUTO] = "auto"
-    """Where to compute; auto: on a GPU if there is one."""
+    """Device; auto uses a GPU if there is one."""
     workers: Annotated[int | None, WORKERS] = None
-    """Processes that decode images of a large folder ahead; 0: none. The result is the same."""
+    """Worker processes that decode images of a large folder; 0 for none. The result does not change."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:

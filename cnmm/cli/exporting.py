@@ -32,7 +32,7 @@ class Slim:
     point: PointName = None
     """An operating point such as e5c37, instead of a budget."""
     data: DataPlace = None
-    """Where the images are, should the point's statistics be estimated anew."""
+    """Where the images are, in case the point's statistics must be re-estimated."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
@@ -62,16 +62,16 @@ class Export:
     point: PointName = None
     """An operating point such as e5c37, instead of a budget."""
     ladder: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one file)")] = None
-    """Write a ladder of N points of the frontier, and its cascade."""
+    """Write a ladder: N points of the frontier, and the cascade."""
     precision: Annotated[Literal["float32", "int8"], NO_HINT] = "float32"
-    """float32, or int8: weights and activations of 8 bits, calibrated on training images."""
+    """float32, or int8: 8-bit weights and activations, calibrated on training images."""
     data: DataPlace = None
     """Where the images are: int8 needs them, and so does a point whose statistics are not stored."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
         if self.ladder is not None and (self.budget or self.point):
-            raise UserError("--ladder takes its points from the frontier; leave --budget and --point out")
+            raise UserError("--ladder takes its points from the frontier; remove --budget and --point")
         require_torch()
         return self._file() if self.ladder is None else self._ladder(self.ladder)
 

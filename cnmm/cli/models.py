@@ -25,14 +25,14 @@ def _count(metavar: str = "INT") -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What differs from the zoo's model. A run folder's model is fixed: with one, only the input size may differ."""
+    """Changes to the zoo's model. The model of a run folder is fixed; only the input size may change."""
 
     num_classes: Annotated[int | None, _count()] = None
     """Number of classes."""
     in_chans: Annotated[int | None, _count()] = None
     """Channels of the images."""
     input_size: Annotated[tuple[int, int] | None, _count("HEIGHT WIDTH")] = None
-    """Size of the images that macs refer to."""
+    """Image size for which macs are counted."""
     stem_stride: Annotated[int | None, _count("{1,2,4}")] = None
     """How much smaller the first map is than the image."""
     channels: Annotated[int | None, _count()] = None
@@ -50,7 +50,7 @@ class Models:
     """List the models of the zoo."""
 
     pattern: Annotated[Positional[str], arg(metavar="[PATTERN]", help_behavior_hint="(default: all)")] = ""
-    """Only names that contain this."""
+    """Show only names that contain this text."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Models:
             counts = f"{row['networks']:,}", short_count(row["macs"]), short_count(row["params"])
             rows.append((row["model"], row["maps"], row["edges"], *counts, shape_text(row), row["description"]))
         print_table(columns, rows, left=("model", "description"))
-        say("edges are all edges: between maps, the stem's and those into the output; macs are for one image")
+        say("edges include the stem and the edges into the output; macs are for one image")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +142,14 @@ def find_model(name: str, overrides: Overrides) -> tuple[Plan, Path | None]:
     if is_run(path):
         for field in sorted(given.keys() - {"input_size"}):
             flag = "--" + field.replace("_", "-")
-            raise UserError(f"{flag} {given[field]}: {name} is a run folder, whose model is fixed; leave {flag} out")
+            raise UserError(f"{flag} {given[field]}: {name} is a run folder, and its model is fixed; remove {flag}")
         if name in zoo:
-            say(f"{name} is a run folder here as well as a model of the zoo; this is the run folder")
+            say(f"{name} is both a run folder and a zoo model; using the run folder")
         return load_plan(path), path
     if name not in zoo and path.exists():
-        raise UserError(f"{name}: no run folder, {CONFIG_FILE} is missing; `cnmm models` lists the models of the zoo")
+        raise UserError(f"{name}: not a run folder ({CONFIG_FILE} missing); `cnmm models` lists the models of the zoo")
     if name not in zoo and len(path.parts) > 1:
-        raise UserError(f"{name}: there is no such run folder; `cnmm models` lists the models of the zoo")
+        raise UserError(f"{name}: no such run folder; `cnmm models` lists the models of the zoo")
     return model_plan(name, **given), None
 
 
@@ -158,7 +158,7 @@ def find_point(plan: Plan, name: str) -> OperatingPoint:
     point = named_point(plan, name)
     full = f"e{point.exit}c0"
     if plan.config.mixing == "sum" and name != full:
-        raise UserError(f"point {name!r}: mixing='sum' has no cutting; use the full exit, {full}")
+        raise UserError(f"point {name!r}: a model with mixing='sum' cannot be cut; use the full exit, {full}")
     return point
 
 

@@ -31,7 +31,7 @@ class Predict:
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE...", help_behavior_hint="")]
     """Image files of any size."""
     budget: Annotated[str | None, arg(metavar="B", help_behavior_hint="(default: the best point)")] = None
-    """60M (macs), 25ms (p95 measured here), 40% (of the full mixture), acc:0.92 (the cheapest that good)."""
+    """60M (macs), 25ms (p95 measured here), 40% (of the full mixture), acc:0.92 (at least that accurate)."""
     point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """An operating point of the ladder such as e5c37."""
     confidence: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
@@ -41,9 +41,9 @@ class Predict:
     deadline_ms: Annotated[float | None, arg(metavar="MS", help_behavior_hint="")] = None
     """Answer within this many milliseconds, with the last exit that was finished; one image."""
     runtime: Annotated[RuntimeName, NO_HINT] = "onnx"
-    """What runs the networks."""
+    """Inference engine."""
     threads: Threads = None
-    """Threads of the runtime."""
+    """Number of threads."""
     top: Annotated[int, arg(metavar="K", help_behavior_hint="(default: 3)")] = 3
     """Classes to show per image."""
     common: Common = Common()
@@ -51,7 +51,7 @@ class Predict:
     def answer(self) -> dict[str, Any]:
         check_runtime(self.runtime)
         if not self.images:
-            raise UserError("no images were named; add the paths of image files")
+            raise UserError("no images given; add the paths of image files")
         from cnmm.runtime.session import predict_once
 
         with ladder_of(self.source) as folder:
@@ -69,7 +69,7 @@ class Predict:
         found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if len(found) > 1:
             flags = " and ".join("--" + name.replace("_", "-") for name in found)
-            raise UserError(f"{flags} exclude each other; give one of them")
+            raise UserError(f"{flags} cannot be combined; use one of them")
         return found
 
     def show(self, answer: dict[str, Any]) -> None:
@@ -89,18 +89,18 @@ class Predict:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure the latency of every point on this machine; budgets such as 25ms go by it."""
+    """Measure the latency of every point on this machine, for budgets such as 25ms."""
 
     source: Source
     """A ladder folder, or a run folder where torch is installed."""
-    runtime: Annotated[RuntimeName | None, arg(help_behavior_hint="(default: all that are installed)")] = None
-    """What runs the networks."""
+    runtime: Annotated[RuntimeName | None, arg(help_behavior_hint="(default: every installed engine)")] = None
+    """Inference engine."""
     threads: Threads = None
-    """Threads of the runtime."""
-    batch: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 1, which budgets go by)")] = 1
-    """Images of one call."""
+    """Number of threads."""
+    batch: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 1, as used by budgets)")] = 1
+    """Images per call."""
     precision: Annotated[Literal["float32", "bfloat16"], NO_HINT] = "float32"
-    """bfloat16: with openvino, where the CPU has it. int8 is a property of the ladder."""
+    """bfloat16 needs openvino and CPU support. int8 is chosen when the ladder is exported."""
     seconds: Annotated[float, arg(metavar="S", help_behavior_hint="(default: 1)")] = 1.0
     """Time spent on each point."""
     common: Common = Common()

@@ -102,7 +102,7 @@ def hold_out(labels: Labels, num: int, seed: int) -> tuple[npt.NDArray[np.int64]
     if num < 0 or num >= len(labels):
         raise UserError(
             f"{num} images cannot be held out of {len(labels)} for validation: "
-            f"allowed are 0 to {max(0, len(labels) - 1)}, so that some are left to train on"
+            f"must be 0 to {max(0, len(labels) - 1)}, so that some are left to train on"
         )
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     rng = np.random.default_rng(seed)

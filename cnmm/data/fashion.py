@@ -84,14 +84,14 @@ def _read_values(file: BinaryIO, item_shape: tuple[int, ...]) -> npt.NDArray[np.
     header = file.read(4 + 4 * num_axes)
     magic = bytes((0, 0, 8, num_axes))
     if header[:4] != magic:
-        raise UserError(f"not such an IDX file: begins with {header[:4].hex() or 'nothing'}, not {magic.hex()}")
+        raise UserError(f"not an IDX file of this kind: begins with {header[:4].hex() or 'nothing'}, not {magic.hex()}")
     if len(header) < 4 + 4 * num_axes:
         raise UserError("truncated inside its header")
     num, *shape = struct.unpack_from(f">{num_axes}I", header, 4)
     if tuple(shape) != item_shape:
         raise UserError(f"images of {shape[0]}x{shape[1]}, and those of Fashion-MNIST are 28x28")
     if not 0 < num <= MAX_IMAGES:
-        raise UserError(f"announces {num:,} images, and 1 to {MAX_IMAGES:,} are allowed")
+        raise UserError(f"announces {num:,} images; must be 1 to {MAX_IMAGES:,}")
     size = num * int(np.prod(item_shape, dtype=np.int64))
     raw = file.read(size + 1)
     if len(raw) != size:

@@ -81,7 +81,7 @@ def _list_folder(folder: Path) -> tuple[tuple[str, ...], list[_Listing]]:
         raise UserError(f"{folder} has no folder train/; {LAYOUT}")
     classes = _class_names(folder / "train")
     if len(classes) < 2:
-        raise UserError(f"{folder / 'train'} has {len(classes)} class folders, at least 2 are needed; {LAYOUT}")
+        raise UserError(f"{folder / 'train'} has {len(classes)} class folders, must be at least 2; {LAYOUT}")
     listings = [_list_split(folder / "train", classes)]
     test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
     if test:

@@ -84,7 +84,7 @@ def _checked(size: Sequence[object]) -> tuple[int, int]:
     match size:
         case [int(height), int(width)] if height >= 1 and width >= 1:
             return height, width
-    raise UserError(f"size={size!r}: two whole numbers (height, width) of at least 1 are needed")
+    raise UserError(f"size={size!r}: must be two whole numbers (height, width) of at least 1")
 
 
 def _parse(spec: str) -> tuple[Opener, Path | None]:

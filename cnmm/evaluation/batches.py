@@ -10,7 +10,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Batches(Protocol[T_co]):
-    """Batches that can be gone through several times: a list, or anything that reads them anew."""
+    """Batches that can be iterated more than once: a list, or anything that reads them again."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[T_co]: ...

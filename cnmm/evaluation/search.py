@@ -35,7 +35,7 @@ Curve = list[Candidate]
 def cutting_curves(model: Mixable, rule: Rules = "both") -> list[Curve]:
     """Every point of every exit. Where both rules keep the same edges, both curves hold the same point."""
     if rule not in get_args(Rules):
-        raise UserError(f"rule={rule!r}: allowed are {', '.join(get_args(Rules))}")
+        raise UserError(f"rule={rule!r}: must be one of {', '.join(get_args(Rules))}")
     rules: tuple[Rule, ...] = ("flow", "flow_per_mac") if rule == "both" else (rule,)
     costs = CostTable.of(model.config)
     same: dict[tuple[int, frozenset[Edge]], Candidate] = {}
@@ -52,7 +52,7 @@ def cutting_curves(model: Mixable, rule: Rules = "both") -> list[Curve]:
 def first_points(curves: Sequence[Curve], num: int) -> list[OperatingPoint]:
     """Both ends of every curve and points between them, spread evenly over macs; at most about half of `num`."""
     if num < 1:
-        raise UserError(f"num_points={num}: at least 1 is needed")
+        raise UserError(f"num_points={num}: must be at least 1")
     full = max(curve[-1].macs for curve in curves)
     step = COARSE * full
     while True:

@@ -76,6 +76,6 @@ def load_statistics(folder: str | Path) -> dict[str, dict[str, Tensor]]:
     for key, tensor in read_tensors(path, "pt").items():
         point, slash, name = key.partition("/")
         if not slash:
-            raise UserError(f"{path}: a tensor is named {key!r}, where POINT/NAME is needed")
+            raise UserError(f"{path}: tensor {key!r}: must be named POINT/NAME")
         buffers.setdefault(point, {})[name] = tensor
     return buffers

@@ -54,7 +54,7 @@ def check_new_file(path: str | Path) -> None:
     if path.exists():
         raise UserError(f"{path} exists; remove it, or choose another file")
     if not path.parent.is_dir():
-        raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+        raise UserError(f"{path}: there is no folder {path.parent}; create it first")
 
 
 def onnx_bytes(
@@ -74,7 +74,7 @@ def onnx_bytes(
     _check([data], network, preprocessing)
     if precision == "int8":
         if calibration is None or not len(calibration):
-            raise UserError("precision int8 needs images to calibrate on; say where they are with --data")
+            raise UserError("int8 needs images to calibrate on; give them with --data")
         data = quantised(data, calibration)
     return data
 

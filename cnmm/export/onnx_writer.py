@@ -1,7 +1,7 @@
 """A slim network as ONNX, written node by node: no tracing, so that it depends on no version of torch.
 
 uint8 images [N, height, width, channels] go in, class probabilities come out. The mean is subtracted inside the graph;
-the division by the deviation is folded into the stem (zero padding stays zero).
+the division by the standard deviation is folded into the stem (zero padding stays zero).
 """
 
 from __future__ import annotations

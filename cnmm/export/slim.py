@@ -124,7 +124,7 @@ class _Layer(nn.Module):
 def slim(model: Mixture, point: OperatingPoint | str | Any = None) -> SlimNetwork:
     """The plain network of an operating point (default: the full last exit), with the statistics that the model has.
 
-    A point is a value, its name, or a point of a frontier. Its statistics are best estimated anew before:
+    A point is a value, its name, or a point of a frontier. Re-estimate its statistics first:
     `cnmm.evaluation.statistics.reestimated(model, images, point)`.
     """
     found = find_point(model, point)
@@ -170,7 +170,7 @@ def load_slim(folder: str | Path) -> SlimNetwork:
         point = OperatingPoint(exit=int(found["exit"]), edges=edges, name=str(found["name"]))
         several = len(about["slim"]["exits"]) > 1
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{Path(folder) / CONFIG_FILE}: no slim network ({error!r}); `cnmm slim` makes one") from None
+        raise UserError(f"{Path(folder) / CONFIG_FILE}: not a slim network ({error!r})") from None
     made = (graph.cascade_graph if several else graph.point_graph)(config, point)
     tensors = read_tensors(Path(folder) / WEIGHTS_FILE, "pt")
     needed = {name for step in made.steps for name in step.tensors}

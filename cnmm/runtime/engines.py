@@ -54,11 +54,11 @@ class Runtime(Protocol):
 def open_runtime(name: str, *, threads: int, precision: str, image_shape: tuple[int, int, int]) -> Runtime:
     """A runtime with so many threads; `image_shape` is [H, W, C]."""
     if name not in RUNTIMES:
-        raise UserError(f"runtime {name!r}: allowed are {', '.join(RUNTIMES)}")
+        raise UserError(f"runtime {name!r}: must be one of {', '.join(RUNTIMES)}")
     if threads < 1:
-        raise UserError(f"threads={threads}: at least 1 is needed")
+        raise UserError(f"threads={threads}: must be at least 1")
     if precision not in ("float32", "bfloat16"):
-        raise UserError(f"precision {precision!r}: allowed are float32 and, with openvino, bfloat16")
+        raise UserError(f"precision {precision!r}: must be float32 or, with openvino, bfloat16")
     if name == "openvino":
         return OpenVino(threads, precision, image_shape)
     if precision != "float32":
@@ -338,4 +338,4 @@ def _names(ports: Sequence[Any], wanted: Sequence[str]) -> list[str]:
 def _check_names(stage: NetworkFile, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     if set(inputs) != set(stage.inputs) or set(outputs) != set(stage.outputs):
         found, wanted = f"{sorted(inputs)} -> {sorted(outputs)}", f"{sorted(stage.inputs)} -> {sorted(stage.outputs)}"
-        raise UserError(f"{stage.path}: its tensors are {found}; {wanted} is needed")
+        raise UserError(f"{stage.path}: its tensors are {found}; must be {wanted}")

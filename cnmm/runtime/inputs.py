@@ -21,7 +21,7 @@ def to_batch(images: Any, size: tuple[int, int], channels: int) -> Images:
     """Files and Pillow's images, one or several, as a uint8 array [N, H, W, C]."""
     many = [images] if isinstance(images, str | os.PathLike | Image.Image) else list(images)
     if not many:
-        raise UserError("no images; at least one is needed")
+        raise UserError("no images; give at least one")
     batch = np.empty((len(many), *size, channels), np.uint8)
 
     def fit(index: int) -> None:

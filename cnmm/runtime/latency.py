@@ -121,7 +121,7 @@ def read(folder: str | Path) -> tuple[Measurement, ...]:
     try:
         data = json.loads(path.read_text("utf-8"))
         if data["format_version"] != FORMAT_VERSION:
-            raise UserError(f"format_version={data['format_version']!r}, {FORMAT_VERSION} is needed")
+            raise UserError(f"format_version={data['format_version']!r}, must be {FORMAT_VERSION}")
         return tuple(_read_measurement(entry) for entry in data["measurements"])
     except FileNotFoundError:
         return ()
@@ -194,5 +194,5 @@ def _read_timing(row: dict[str, Any]) -> Timing:
     values: tuple[Any, ...] = (timing.median_ms, timing.p95_ms)
     for value in values:
         if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-            raise UserError(f"{value!r} is no time in milliseconds")
+            raise UserError(f"{value!r} is not a time in milliseconds")
     return timing

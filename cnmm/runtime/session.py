@@ -55,7 +55,7 @@ class Prediction:
     def top(self, k: int = 1) -> tuple[tuple[tuple[str, float], ...], ...]:
         """For each image the k most probable classes with their probabilities, best first."""
         if k < 1:
-            raise UserError(f"top({k}): at least 1 class is needed")
+            raise UserError(f"top({k}): must be at least 1")
         best = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :k]
         return tuple(
             tuple((self.classes[index], float(row[index])) for index in indices)
@@ -203,7 +203,7 @@ class Session:
         given |= {"average_macs": average_macs, "deadline_ms": deadline_ms}
         asked = [name for name, value in given.items() if value is not None]
         if len(asked) > 1:
-            raise UserError(f"{' and '.join(asked)} exclude each other; give one of them")
+            raise UserError(f"{' and '.join(asked)} cannot be combined; use one of them")
         if confidence is not None or average_macs is not None:
             needed = self._needed_confidence(confidence, average_macs)
             return self._leave_early(self._batch(images), needed, start)
@@ -233,7 +233,7 @@ class Session:
 
     def _keep_deadline(self, runner: CascadeRunner, batch: Images, deadline_ms: float, start: float) -> Prediction:
         if len(batch) != 1:
-            raise UserError(f"deadline_ms={deadline_ms}: it is for one image, and there are {len(batch)}")
+            raise UserError(f"deadline_ms={deadline_ms}: works for one image, and {len(batch)} were given")
         probabilities, done = runner.keep_deadline(batch, start + deadline_ms / 1e3)
         macs = sum(runner.cascade.macs[:done])
         exits = np.array([runner.cascade.exits[done - 1]], np.int64)
@@ -253,7 +253,7 @@ class Session:
 
     def _named(self, name: str) -> FrontierPoint:
         if name not in self._points:
-            raise UserError(f"point {name!r}: loaded are {', '.join(self._points) or 'none'}")
+            raise UserError(f"point {name!r}: must be one of the loaded points: {', '.join(self._points) or 'none'}")
         return self._points[name]
 
     def _best(self, budget: str | float | Budget | None) -> FrontierPoint:
@@ -326,10 +326,10 @@ def check_array(images: npt.NDArray[Any], size: tuple[int, int], channels: int) 
     """A uint8 array [N, H, W, C] or [H, W, C] as [N, H, W, C]."""
     shape = (*size, channels)
     if images.dtype != np.uint8:
-        raise UserError(f"images of {images.dtype}: uint8 with values 0 to 255 is needed")
+        raise UserError(f"images of {images.dtype}: must be uint8 with values 0 to 255")
     if images.ndim not in (3, 4) or images.shape[-3:] != shape or not len(images):
         wanted = f"[N, {', '.join(map(str, shape))}]"
-        raise UserError(f"images of shape {list(images.shape)}: {wanted} is needed")
+        raise UserError(f"images of shape {list(images.shape)}: must be {wanted}")
     batch: Images = np.ascontiguousarray(images.reshape(-1, *shape))
     return batch
 
@@ -355,5 +355,5 @@ def _named_precision(ladder: Ladder, precision: str) -> str:
     if ladder.precision == "float32" or precision not in ("float32", "bfloat16"):
         return precision
     if precision != "float32":
-        raise UserError(f"precision {precision!r}: {ladder.folder} holds {ladder.precision} networks; leave it out")
+        raise UserError(f"precision {precision!r}: {ladder.folder} holds {ladder.precision} networks; remove it")
     return ladder.precision

@@ -91,10 +91,10 @@ def steps_per_epoch(config: TrainConfig, num: int) -> int:
     """Whole batches in `num` images."""
     if config.batch_size % distributed.world_size():
         raise UserError(
-            f"batch_size={config.batch_size}: it must be a multiple of {distributed.world_size()} processes"
+            f"batch_size={config.batch_size}: must be a multiple of the {distributed.world_size()} processes"
         )
     if num < config.batch_size:
-        raise UserError(f"batch_size={config.batch_size}: there are only {num} training images; use less")
+        raise UserError(f"batch_size={config.batch_size}: there are only {num} training images; use a smaller batch")
     return num // config.batch_size
 
 

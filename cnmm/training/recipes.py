@@ -1,6 +1,6 @@
 """Recipes: functions that return a complete training config. Torch-free.
 
-`cifar10` and `cifar100` are the paper's, exactly; `quick` is ours for a short training on CPUs.
+`cifar10` and `cifar100` are the paper's optimisation (5,000 images held out, statistics re-estimated); `quick` is ours.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _RECIPES: dict[str, Callable[[], TrainConfig]] = {}
 def recipe(name: str, **overrides: Any) -> TrainConfig:
     """A recipe by name, with some fields changed."""
     if name not in _RECIPES:
-        raise UserError(f"unknown recipe {name!r}: allowed are {', '.join(_RECIPES)}")
+        raise UserError(f"unknown recipe {name!r}: must be one of {', '.join(_RECIPES)}")
     config = _RECIPES[name]()
     allowed = [field.name for field in dataclasses.fields(config) if field.name != "recipe"]
     for field in overrides:
         if field not in allowed:
             near = difflib.get_close_matches(field, allowed, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"unknown training option {field!r}: allowed are {', '.join(allowed)}{hint}")
+            raise UserError(f"unknown training option {field!r}: must be one of {', '.join(allowed)}{hint}")
     return dataclasses.replace(config, **overrides)
 
 
@@ -67,5 +67,5 @@ def cifar10() -> TrainConfig:
 
 @_register
 def cifar100() -> TrainConfig:
-    """The paper's for CIFAR-100: the same as for CIFAR-10."""
+    """The paper's optimisation for CIFAR-100: the same as for CIFAR-10."""
     return dataclasses.replace(cifar10(), recipe="cifar100")

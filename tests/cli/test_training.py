@@ -123,7 +123,7 @@ def test_a_training_can_start_from_a_trained_run_with_other_classes(tmp_path, fa
     spec, out = f"fashion:{fashion_folder}", tmp_path / "none"
     assert "cnmm_seg_tiny: it labels pixels" in refused(cnmm.train, spec, out, model="cnmm_seg_tiny")
     words = refused(cnmm.train, spec, out, model="cnmm_b6s3", init=tmp_path / "old")
-    assert "holds a cnmm_tiny; leave --model out" in words
+    assert "holds a cnmm_tiny; remove --model" in words
     assert "blocks=5" in refused(cnmm.train, spec, out, init=tmp_path / "old", blocks=5)
     colour = dataclasses.replace(open_data(spec), in_chans=3)
     monkeypatch.setattr(run_training, "open_data", lambda *_, **options: colour)

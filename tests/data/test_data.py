@@ -947,7 +947,7 @@ def test_a_class_without_a_good_image_is_refused(tmp_path):
     [
         ({}, "is not a folder"),
         ({"test": {"a": 1, "b": 1}}, "has no folder train/"),
-        ({"train": {"a": 1}}, "has 1 class folders, at least 2 are needed"),
+        ({"train": {"a": 1}}, "has 1 class folders, must be at least 2"),
         ({"train": {"a": 1, "b": 0}}, "train/b has no images; their suffixes are .apng, "),
         ({"train": {"a": 1, "b": 1}, "test": {"a": 1}}, "test lacks the class 'b' of train/"),
         ({"train": {"a": 1, "b": 1}, "val": {"a": 1, "b": 1, "c": 1}}, "val has the class 'c', train/ has not"),

@@ -107,11 +107,11 @@ def test_samples_of_the_gates_depend_on_the_seed_alone():
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert distributed.pick_device("auto") == distributed.pick_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"device='cuda': torch .* finds no GPU here; allowed are auto and cpu"):
+    with pytest.raises(ValueError, match=r"device='cuda': torch .* finds no GPU here; use auto or cpu"):
         train(new_model(), small_data(), small_config(device="cuda"), None)
-    with pytest.raises(ValueError, match="device='tpu': allowed are auto, cpu, cuda"):
+    with pytest.raises(ValueError, match="device='tpu': must be one of auto, cpu, cuda"):
         distributed.pick_device("tpu")
-    with pytest.raises(ValueError, match="device='tpu': allowed are auto, cpu, cuda"):
+    with pytest.raises(ValueError, match="device='tpu': must be one of auto, cpu, cuda"):
         small_config(device="tpu")
 
 

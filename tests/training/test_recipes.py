@@ -21,7 +21,7 @@ def test_recipes_of_the_paper_are_the_papers():
         ({"lr": 0.0}, "lr=0.0: a positive number"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"ladder_start": 1.5}, "ladder_start=1.5: a number from 0 to 1"),
-        ({"gates": "soft"}, "gates='soft': allowed are expectation, relaxed, hard"),
+        ({"gates": "soft"}, "gates='soft': must be one of expectation, relaxed, hard"),
         ({"val": -1}, "val=-1"),
         ({"workers": -1}, "workers=-1: zero, a whole number, or None"),
         ({"workers": 1.5}, "workers=1.5: zero"),
@@ -34,5 +34,5 @@ def test_bad_options_are_refused(options, message):
 
 
 def test_unknown_recipes_list_the_known():
-    with pytest.raises(ValueError, match="unknown recipe 'slow': allowed are quick, cifar10, cifar100"):
+    with pytest.raises(ValueError, match="unknown recipe 'slow': must be one of quick, cifar10, cifar100"):
         recipe("slow")
