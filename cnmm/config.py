@@ -27,6 +27,10 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
+VARIANT = ("blocks", "scales", "channels", "stem_stride", "exits", "mixing", "gate_init")
+"""Fields of a model that a training may choose: the paper's variants. The data decides the others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
     """The shape of a mixture (paper, section 4.1, "Base architecture")."""
@@ -41,7 +45,9 @@ class MixtureConfig:
     channels: int = 64
     """C: channels of the finest maps; a multiple of 4."""
     num_classes: int = 10
+    """Number of classes."""
     in_chans: int = 3
+    """Channels of the images."""
     input_size: tuple[int, int] = (32, 32)
     """Height and width that macs and pictures refer to; the network takes any size that its scales allow."""
     stem_stride: int = 1

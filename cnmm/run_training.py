@@ -14,7 +14,7 @@ from cnmm import distributed
 from cnmm._errors import UserError
 from cnmm._files import write_atomically
 from cnmm._machine import keep_freed_memory
-from cnmm.config import MixtureConfig
+from cnmm.config import VARIANT, MixtureConfig
 from cnmm.data import DataSet, open_data, suggest_model
 from cnmm.mixture import Mixture
 from cnmm.run import Run
@@ -25,9 +25,6 @@ from cnmm.training.loop import train as run_loop
 from cnmm.training.progress import EpochResult, Progress
 from cnmm.training.recipes import recipe as find_recipe
 from cnmm.zoo import create_model, model_plan
-
-MODEL_FIELDS = ("blocks", "scales", "channels", "stem_stride", "exits", "mixing", "gate_init")
-"""Fields of MixtureConfig that a training may choose: the paper's variants. The data decides the others."""
 
 logger = logging.getLogger("cnmm")
 
@@ -54,7 +51,7 @@ def train(
     weights of a trained run. `resume` goes on with the run in `out`, to the same weights bit by bit.
     """
     keep_freed_memory()
-    variant = {name: fields.pop(name) for name in MODEL_FIELDS if name in fields}
+    variant = {name: fields.pop(name) for name in VARIANT if name in fields}
     config = find_recipe(recipe, **fields)
     distributed.start(config.device)
     first = distributed.rank() == 0  # it speaks and writes for all

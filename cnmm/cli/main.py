@@ -91,9 +91,12 @@ def run(args: list[str]) -> int:
     if args[:1] == ["--version"]:
         print(f"cnmm {cnmm.__version__}")
         return 0
+    verbs = dict(VERBS)
+    if args[:1] == ["train"]:
+        verbs["train"] = Train.for_args(args)
     try:
         verb = tyro.extras.subcommand_cli_from_dict(
-            VERBS, prog="cnmm", description=DESCRIPTION, args=args, config=_TYRO
+            verbs, prog="cnmm", description=DESCRIPTION, args=args, config=_TYRO
         )
     except SystemExit as stop:  # a help page or a usage error
         return stop.code if isinstance(stop.code, int) else 0

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from cnmm._errors import UserError
+from cnmm.cli.flags import Flags, model_flags
 from cnmm.cli.terminal import Common, print_table, say
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import check_suffix, draw_lattice, save_picture
@@ -18,30 +19,7 @@ from cnmm.prune import named_point
 from cnmm.run_folder import CONFIG_FILE, is_run, load_plan
 from cnmm.zoo import Plan, describe_model, list_models, model_plan, num_networks, summary
 
-
-def _count(metavar: str = "INT") -> object:
-    return arg(metavar=metavar, help_behavior_hint="(default: the model's own)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overrides:
-    """Changes to the zoo's model. The model of a run folder is fixed; only the input size may change."""
-
-    num_classes: Annotated[int | None, _count()] = None
-    """Number of classes."""
-    in_chans: Annotated[int | None, _count()] = None
-    """Channels of the images."""
-    input_size: Annotated[tuple[int, int] | None, _count("HEIGHT WIDTH")] = None
-    """Image size for which macs are counted."""
-    stem_stride: Annotated[int | None, _count("{1,2,4}")] = None
-    """How much smaller the first map is than the image."""
-    channels: Annotated[int | None, _count()] = None
-    """Channels of the finest maps, a multiple of 4."""
-
-    def given(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
+ModelFlags = Annotated[Flags, arg(constructor_factory=model_flags)]
 ModelName = Annotated[Positional[str], arg(metavar="MODEL|RUN", help_behavior_hint="")]
 
 
@@ -75,12 +53,13 @@ class Info:
 
     model: ModelName
     """Name of a zoo model, or a run folder."""
-    overrides: Overrides = Overrides()
+    overrides: ModelFlags
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
-        plan, run = find_model(self.model, self.overrides)
-        plan = resize(plan, self.overrides.input_size)
+        given = self.overrides.given()
+        plan, run = find_model(self.model, given)
+        plan = resize(plan, given.get("input_size"))
         table = CostTable.of(plan.config)
         exits = [
             {"exit": exit, **dataclasses.asdict(table.exit(exit)), "networks": num_networks(plan, exit)}
@@ -115,14 +94,15 @@ class Draw:
     """The picture to write: .svg or .png."""
     point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: nothing cut)")] = None
     """An operating point such as e5c37: exit 5, 37 cuts."""
-    overrides: Overrides = Overrides()
+    overrides: ModelFlags
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
         check_suffix(self.out)
-        plan, _ = find_model(self.model, self.overrides)
+        given = self.overrides.given()
+        plan, _ = find_model(self.model, given)
         point = None if self.point is None else find_point(plan, self.point)
-        plan = resize(plan, self.overrides.input_size)
+        plan = resize(plan, given.get("input_size"))
         save_picture(draw_lattice(plan, point), self.out)
         table = CostTable.of(plan.config)
         return {
@@ -136,9 +116,9 @@ class Draw:
         print(answer["file"])
 
 
-def find_model(name: str, overrides: Overrides) -> tuple[Plan, Path | None]:
+def find_model(name: str, given: dict[str, Any]) -> tuple[Plan, Path | None]:
     """The plan of a zoo model, or that of a run folder with its trained gates, and the folder."""
-    path, zoo, given = Path(name), list_models(), overrides.given()
+    path, zoo = Path(name), list_models()
     if is_run(path):
         for field in sorted(given.keys() - {"input_size"}):
             flag = "--" + field.replace("_", "-")

@@ -18,46 +18,57 @@ class TrainConfig:
     """How a mixture is trained. A recipe returns a complete one; flags override its fields."""
 
     recipe: str
+    """The recipe that the other fields are from, or were changed from."""
     epochs: int
+    """Passes over the training images."""
     batch_size: int
+    """Images per step."""
     lr: float
-    """Learning rate at its highest; it falls to zero along a half cosine, step by step."""
+    """Highest learning rate; it falls to zero along a half cosine, step by step."""
     warmup: float = 0.0
-    """Part of the training over which the rate rises linearly to `lr`."""
+    """Part of the training over which the learning rate rises linearly."""
     momentum: float = 0.9
+    """Momentum of SGD."""
     nesterov: bool = False
+    """Nesterov's momentum."""
     weight_decay: float = 1e-4
+    """Weight decay."""
     decay_all: bool = True
-    """Weight decay on everything (the paper); False: not on gates, normalisation, slopes and biases."""
+    """True: weight decay on everything (the paper); False: not on gates, normalisation, slopes and biases."""
     gates: Gates = "relaxed"
-    """What the mixture trains with: relaxed samples of the gates (the paper), or their expectations."""
+    """What the mixture trains with: samples of the gates (relaxed: the paper), or their expectations."""
     group: int | None = 1
-    """Images that share one sample of the gates; None: the whole batch."""
+    """Images that share one sample of the gates; 1: each image has its own (the paper)."""
     temperature: float = 2.0
+    """Temperature of relaxed samples."""
     exit_weights: ExitWeights = "linear"
-    """Loss of exit k: in proportion to k (the paper), or equal. The weights sum to one."""
+    """Weight of an exit's loss: proportional to its number (linear: the paper), or equal for all."""
     label_smoothing: float = 0.0
+    """Label smoothing."""
     ladder_start: float = 1.0
-    """Part of the training after which ladder tuning begins (each step also runs one random point); 1: never."""
+    """Part of the training after which ladder tuning begins: each step also runs one random point; 1: never."""
     ladder_weight: float = 1.0
     """Weight of that point's loss, half cross-entropy and half distillation from the full mixture's last exit."""
     clip: float = 0.0
-    """Largest norm of a step's gradient, longer ones are shortened to it; 0: no limit."""
+    """Largest norm of a step's gradient; 0: no limit."""
     average: float = 0.0
-    """Weight of the past in the moving average of the parameters that the result is taken from; 0: no averaging."""
+    """Weight of the past in a moving average of the parameters, which becomes the result; 0: no averaging."""
     crop: int = 4
     """Pixels of black padding before a random crop."""
     flip: bool = True
     """Mirror images at random."""
     val: int = 5000
-    """Images held out of the training set, to choose points and thresholds; test data is only for reporting."""
+    """Training images held out to choose points and thresholds; test images are for reporting only."""
     statistics: Literal["re-estimated", "raw"] = "re-estimated"
     """Batch statistics of the result: re-estimated in expectation mode, or raw, the running averages (the paper)."""
     seed: int = 0
+    """Seed of all randomness."""
     precision: Precision = "float32"
+    """Type of activations in training; auto: bfloat16 where the device has instructions for it."""
     device: Device = "auto"
+    """Where to compute; auto: on a GPU if there is one."""
     workers: int | None = None
-    """Processes that decode image files ahead of the training; None: as many as suit the machine, 0: none."""
+    """Processes that decode image files ahead of the training; 0: none. The result is the same."""
 
     def __post_init__(self) -> None:
         for field, allowed in {
@@ -67,23 +78,23 @@ class TrainConfig:
             "device": get_args(Device),
         }.items():
             if getattr(self, field) not in allowed:
-                raise UserError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(allowed)}")
+                raise UserError(f"{field}={getattr(self, field)!r}: must be one of {', '.join(allowed)}")
         for field in ("epochs", "batch_size"):
             if not is_count(getattr(self, field)):
-                raise UserError(f"{field}={getattr(self, field)!r}: a whole number of at least 1 is needed")
+                raise UserError(f"{field}={getattr(self, field)!r}: must be a whole number of at least 1")
         if self.batch_size < 2:
-            raise UserError("batch_size=1: at least 2 images are needed for batch statistics")
+            raise UserError("batch_size=1: must be at least 2, for batch statistics")
         for field in ("lr", "temperature"):
             if not getattr(self, field) > 0:
-                raise UserError(f"{field}={getattr(self, field)!r}: a positive number is needed")
+                raise UserError(f"{field}={getattr(self, field)!r}: must be positive")
         for field in ("warmup", "momentum", "label_smoothing", "ladder_start", "average"):
             if not 0 <= getattr(self, field) <= 1:
-                raise UserError(f"{field}={getattr(self, field)!r}: a number from 0 to 1 is needed")
+                raise UserError(f"{field}={getattr(self, field)!r}: must be between 0 and 1")
         for field in ("val", "crop", "weight_decay", "ladder_weight", "clip", "seed"):
             if not getattr(self, field) >= 0:
-                raise UserError(f"{field}={getattr(self, field)!r}: zero or a positive number is needed")
+                raise UserError(f"{field}={getattr(self, field)!r}: must not be negative")
         if not (self.workers is None or self.workers == 0 or is_count(self.workers)):
-            raise UserError(f"workers={self.workers!r}: zero, a whole number, or None (as many as suit) is needed")
+            raise UserError(f"workers={self.workers!r}: must be a whole number, 0, or None (as many as suit)")
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json records. Not where it runs: a training may go on with another device or other workers."""

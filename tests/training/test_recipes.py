@@ -16,15 +16,15 @@ def test_recipes_of_the_paper_are_the_papers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": 0}, "epochs=0: a whole number"),
-        ({"batch_size": 1}, "at least 2 images"),
-        ({"lr": 0.0}, "lr=0.0: a positive number"),
+        ({"epochs": 0}, "epochs=0: must be a whole number"),
+        ({"batch_size": 1}, "batch_size=1: must be at least 2"),
+        ({"lr": 0.0}, "lr=0.0: must be positive"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"ladder_start": 1.5}, "ladder_start=1.5: a number from 0 to 1"),
         ({"gates": "soft"}, "gates='soft': must be one of expectation, relaxed, hard"),
         ({"val": -1}, "val=-1"),
-        ({"workers": -1}, "workers=-1: zero, a whole number, or None"),
-        ({"workers": 1.5}, "workers=1.5: zero"),
+        ({"workers": -1}, "workers=-1: must be a whole number, 0, or None"),
+        ({"workers": 1.5}, "workers=1.5: must be"),
         ({"learning_rate": 1}, "unknown training option 'learning_rate'"),
     ],
 )
