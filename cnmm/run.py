@@ -227,14 +227,13 @@ class Run:
     ) -> Evaluation:
         costs, last = CostTable.of(self.model.config), max(exits)
         macs = (costs.point(chosen) if chosen else costs.exit(last)).macs * max(1, monte_carlo)
+        cut_raw = chosen is not None and (raw or self._measured_raw())
         before = {exit: None if chosen else costs.exit(exit).macs for exit in exits}
         return Evaluation(
             point=chosen or named_point(self.model, f"e{last}c0"),
             macs=macs,
             split=split,
-            statistics=RAW
-            if (chosen and (raw or self._measured_raw())) or self.config.statistics == RAW
-            else RE_ESTIMATED,
+            statistics=RAW if cut_raw or self.config.statistics == RAW else RE_ESTIMATED,
             exits=exits,
             exit_macs={**before, last: macs},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cnmm"
@@ -47,6 +48,7 @@ TORCH_FREE_PAPER = PAPER - {"distributed", "fused", "blocks", "mixture"}
 HEAVY = {"torch", "matplotlib", "safetensors", "onnx", "onnxruntime", "openvino"}
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name inside it."""
     found = {}
@@ -65,6 +67,7 @@ def room(module: str) -> str:
     return first
 
 
+@functools.cache
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
     """Everything that a file imports, as dotted names; names for annotations only do not count at the top level."""
     tree = ast.parse(path.read_text("utf-8"))
@@ -78,6 +81,7 @@ def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
     return found
 
 
+@functools.cache
 def edges() -> dict[str, set[str]]:
     """For every module of the package, the modules of the package that it imports."""
     known = modules()

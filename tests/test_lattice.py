@@ -1,8 +1,8 @@
 import pytest
 
-from cnmm import MixtureConfig, OperatingPoint, model_plan, network_point
+from cnmm import MixtureConfig, OperatingPoint, model_plan
 from cnmm.chain import count_networks
-from cnmm.lattice import build_lattice, full_dag, map_sizes, reached_exits, stem_sizes
+from cnmm.lattice import build_lattice, full_dag, map_sizes, network_point, reached_exits, stem_sizes
 from tests.reference import all_edges, enumerate_networks
 
 
@@ -76,12 +76,12 @@ def test_sizes_round_up(stride, size, stem, maps):
     [
         ({"task": "detection"}, "task='detection': must be one of 'classification', 'segmentation'"),
         ({"stem_stride": 3}, "stem_stride=3: must be one of 1, 2, 4"),
-        ({"blocks": 0}, "blocks=0: a whole number of at least 1"),
-        ({"scales": 1.5}, "scales=1.5: a whole number of at least 1"),
+        ({"blocks": 0}, "blocks=0: must be a whole number of at least 1"),
+        ({"scales": 1.5}, "scales=1.5: must be a whole number of at least 1"),
         ({"num_classes": True}, "num_classes=True"),
-        ({"channels": 30}, "channels=30: a multiple of 4 is needed, for example channels=32"),
+        ({"channels": 30}, "channels=30: must be a multiple of 4, for example channels=32"),
         ({"input_size": (3, 32)}, "input_size=3x32 is too small.* at least 4x4"),
-        ({"input_size": (32,)}, r"input_size=\(32,\): two whole numbers"),
+        ({"input_size": (32,)}, r"input_size=\(32,\): must be two whole numbers"),
         ({"gate_init": "random"}, "gate_init='random'"),
     ],
 )

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cnmm import blocks, create_model, cutting_order, fused, list_models, named_point, network_point
+from cnmm import blocks, create_model, cutting_order, fused, list_models, named_point
 from cnmm.chain import break_sticks
-from cnmm.lattice import reached_exits
+from cnmm.lattice import network_point, reached_exits
 from tests.matching import gradient_pairs, reference_of, statistics_pairs
 from tests.reference import enumerate_networks, run_network
 

@@ -1,6 +1,10 @@
 """The package as a whole: its layers, and the snippets that its documents show."""
 
 import ast
+import dataclasses
+import functools
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -10,9 +14,11 @@ import pytest
 from PIL import Image
 
 import cnmm
+from cnmm.cli import main as cli
 from cnmm.cli.models import shape_text
 from cnmm.cost import short_count
 from cnmm.zoo import describe_model, summary
+from tests.helpers import python
 from tests.imports import HEAVY, MAY_IMPORT, TORCH_FREE_PAPER, WITHOUT_TORCH, edges, imports, levels, modules, room
 
 ROOT = Path(__file__).parent.parent
@@ -59,9 +65,91 @@ def test_private_names_stay_in_their_class(module):
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, cnmm, cnmm.cli; print(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    code = "import sys, cnmm, cnmm.cli.main; print(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    assert python(code).stdout == "[]\n"
+
+
+# Public names
+
+
+def test_the_table_of_public_names_is_all_there_is():
+    assert cnmm.__all__ == sorted(cnmm._HOMES)
+    shown = set()  # what type checkers see
+    for node in ast.parse(modules()["__init__"].read_text("utf-8")).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            shown = {(alias.name, part.module) for part in node.body for alias in part.names}
+    assert shown == {(name, f"cnmm.{home}") for name, home in cnmm._HOMES.items()}
+
+
+@pytest.mark.parametrize("name", cnmm.__all__)
+def test_a_public_name_comes_from_its_home_and_says_what_it_is(name):
+    value = getattr(cnmm, name)
+    assert (value.__module__, value.__name__) == (f"cnmm.{cnmm._HOMES[name]}", name)
+    assert value.__doc__
+    assert name in dir(cnmm)
+
+
+def test_no_module_is_named_like_a_public_name_of_its_namespace():
+    for package in ("", *sorted({name.rpartition(".")[0] for name in modules() if "." in name})):
+        path = modules()[package or "__init__"]
+        inside = {name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] == package}
+        lines = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
+        bound = {alias.asname or alias.name for node in lines for alias in node.names}
+        assert not inside & (bound | (set() if package else set(cnmm.__all__))), package or "cnmm"
+
+
+VERBS = {
+    "models": ["list_models", "model_plan", "zoo.describe_model", "zoo.summary"],
+    "info": ["model_plan", "run_folder.load_plan", "CostTable.exit", "zoo.summary"],
+    "draw": ["model_plan", "named_point", "draw.draw_lattice", "draw.save_picture"],
+    "train": ["train"],
+    "evaluate": ["Run", "Run.evaluate"],
+    "frontier": ["Run", "Run.measure", "Run.plot"],
+    "choose": ["Run", "Run.choose", "frontier.find_frontier", "Frontier.choose"],
+    "slim": ["Run", "Run.slim"],
+    "export": ["Run", "Run.export", "Run.export_ladder"],
+    "bench": ["bench"],
+    "predict": ["Session", "Session.predict", "runtime.session.predict_once", "Prediction.top"],
+    "report": ["Run", "Run.report"],
+}
+"""What does the work of each verb, as a name inside cnmm."""
+SPELLED = {"run": "folder", "plot": "path", "top": "k", "ladder": "points", "skip_bad": "skip_bad"}
+"""Flags whose parameter has another name."""
+
+
+def found(dotted):
+    """A name inside cnmm: public, or that of a module."""
+    for number in range(dotted.count(".") + 1):
+        parts = dotted.split(".")
+        try:
+            value = importlib.import_module(".".join(["cnmm", *parts[:number]]))
+            return functools.reduce(getattr, parts[number:], value)
+        except (AttributeError, ModuleNotFoundError):
+            continue
+    raise AssertionError(f"there is no cnmm.{dotted}")
+
+
+def test_every_verb_can_be_called_from_python():
+    assert VERBS.keys() == cli.VERBS.keys()
+    assert all(callable(found(name)) for names in VERBS.values() for name in names)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report"])
+def test_every_flag_is_a_parameter(verb):
+    """What a verb can be told, its functions can be told."""
+    parameters = {name for dotted in VERBS[verb] for name in inspect.signature(found(dotted)).parameters}
+    for field in dataclasses.fields(cli.VERBS[verb]):
+        if field.name not in ("common", "source"):
+            assert SPELLED.get(field.name, field.name) in parameters, field.name
+
+
+def test_a_verb_parses_calls_and_prints():
+    """It has no loops over images, no numbers of its own, nothing that a library should do: a few lines."""
+    for module in (name for name in modules() if name.startswith("cli.")):
+        for node in ast.walk(ast.parse(modules()[module].read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == "answer":
+                assert not any(isinstance(part, ast.For | ast.While) for part in ast.walk(node)), module
+                assert len(node.body) <= 12, module
 
 
 def zoo_table():

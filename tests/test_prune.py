@@ -107,8 +107,8 @@ def test_names_lead_back_to_their_points():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("banana", "point 'banana': a name like e5c37"),
-        ("e7c0", "there is no exit 7; allowed are 1, 2, 3, 4, 5, 6"),
+        ("banana", "point 'banana': must look like e5c37"),
+        ("e7c0", "there is no exit 7; must be one of 1, 2, 3, 4, 5, 6"),
         ("e6c76", "exit 6 has 0 to 75 cuts; try e6c75"),
         ("e0c0", "there is no exit 0"),
     ],

@@ -37,7 +37,7 @@ def test_the_cpu_models_cost_thirteen_million_macs():
     ("name", "near"), [("cnmm_b6s4", "cnmm_b6s3"), ("cnmm-tiny", "cnmm_tiny"), ("CNMM_B12S3", "cnmm_b12s3")]
 )
 def test_unknown_names_list_the_nearest(name, near):
-    with pytest.raises(ValueError, match=f"unknown model '{name}': nearest are .*{near}"):
+    with pytest.raises(ValueError, match=f"unknown model '{name}': the nearest names are .*{near}"):
         cnmm.create_model(name)
 
 

@@ -57,7 +57,7 @@ def refused(call, *args, **kwargs):
 def test_unknown_data_is_refused_with_the_allowed_ones(spec):
     text = refused(open_data, spec)
     assert repr(spec) in text
-    assert "allowed are cifar10:DIR, cifar100:DIR, folder:DIR, fashion, fashion:DIR" in text
+    assert "must be one of cifar10:DIR, cifar100:DIR, folder:DIR, fashion:DIR, fashion" in text
 
 
 def test_a_bare_folder_gets_a_hint(tmp_path):
@@ -157,7 +157,7 @@ def test_hold_out_is_balanced_and_another_seed_gives_another_one():
 
 @pytest.mark.parametrize("num", [-1, 4, 5])
 def test_hold_out_refuses_what_leaves_nothing(num):
-    assert "allowed are 0 to 3" in refused(hold_out, np.array([0, 0, 1, 1]), num, 0)
+    assert "must be 0 to 3" in refused(hold_out, np.array([0, 0, 1, 1]), num, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
-"""Small ladder folders, made by hand: no torch, no training, random weights with a fixed seed."""
+"""Small ladder folders, made by hand: no torch, no training, random weights with a fixed seed.
+
+`python -m tests.runtime.ladders DIR` makes one, with numpy and onnx alone.
+"""
 
 import hashlib
 import json
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -158,3 +163,7 @@ def written(folder, name, content):
 
 def write(folder, manifest):
     (folder / "ladder.json").write_text(json.dumps(manifest))
+
+
+if __name__ == "__main__":
+    make_ladder(Path(sys.argv[1]))
