@@ -233,7 +233,7 @@ class Run:
             point=chosen or named_point(self.model, f"e{last}c0"),
             macs=macs,
             split=split,
-            statistics=RAW if cut_raw or self.config.statistics == RAW else RE_ESTIMATED,
+            statistics=(RAW if cut_raw else RE_ESTIMATED) if chosen else self.config.statistics,
             exits=exits,
             exit_macs={**before, last: macs},
         )

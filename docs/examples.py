@@ -23,6 +23,7 @@ def given(folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         model(images)  # some batch statistics; the model is untrained
     model.eval()
+    model.preprocessing = cnmm.Preprocessing.plain(model.config)  # a trained run has its own
     frontier = cnmm.measure(model, [(images, labels)])
     cnmm.export_ladder(model, frontier, folder / "ladder", points=3)
     ladder = folder / "ladder"
@@ -124,6 +125,19 @@ def MixtureConfig():
     assert config.exit_numbers == (1, 2, 3)
 
 
+def Preprocessing(model):
+    about = cnmm.Preprocessing.plain(model.config)  # classes by number, values from 0 to 1
+    assert about.image_shape == (28, 28, 1)
+    assert cnmm.Preprocessing(classes=("cat", "dog"), mean=(0.5,), std=(0.25,), size=(28, 28)).channels == 1
+
+
+def UserError():
+    try:
+        cnmm.create_model("cnmm_b6s4")
+    except cnmm.UserError as error:  # what a user can mend, on one line; anything else is a bug
+        print(error)  # unknown model 'cnmm_b6s4': the nearest names are cnmm_b6s3, ...
+
+
 def Mixture(model, images):
     assert isinstance(model, cnmm.Mixture)
     with torch.no_grad():
@@ -145,25 +159,6 @@ def Chain(model):
     with torch.no_grad():
         flow = chain.flow(exit=3)  # the probability that a network uses each edge
     assert math.isclose(flow[0, 1], 1.0, abs_tol=1e-5)  # every network starts at the image
-
-
-def Dag():
-    dag = cnmm.full_dag(4)
-    assert isinstance(dag, cnmm.Dag)
-    assert dag.inputs[3] == (0, 1, 2)
-
-
-def full_dag():
-    toy = cnmm.full_dag(4)  # the paper's toy: every node is connected to every later one
-    assert cnmm.Chain(toy, [0.0] * len(toy.edges)).count() == 8
-
-
-def to_sequence():
-    assert cnmm.to_sequence((0, 1, 4)) == (0, 1, 4, 4, 4)  # the paper writes 01444
-
-
-def to_network():
-    assert cnmm.to_network((0, 1, 4, 4, 4)) == (0, 1, 4)
 
 
 # Operating points and their cost
@@ -188,21 +183,9 @@ def named_point(model):
     assert cnmm.named_point(model, "e3c4") == cnmm.cutting_order(model, exit=3)[4]
 
 
-def network_point(model):
-    network = next(iter(model.chain.networks()))  # one path from the image to the output
-    point = cnmm.network_point(model.lattice, network)
-    assert model.chain.count(3, point.edges) == 1
-
-
 def CostTable():
     table = cnmm.CostTable.of(cnmm.model_plan("cnmm_b6s3").config)
     assert table.exit(6).macs == 95_360_000
-
-
-def Cost():
-    cost = cnmm.CostTable.of(cnmm.model_plan("cnmm_tiny").config).exit(3)
-    assert isinstance(cost, cnmm.Cost)
-    print(f"{cost.macs:,} macs, {cost.params:,} params")
 
 
 # Frontiers and budgets
@@ -230,12 +213,6 @@ def slim(model, frontier, images):
     small = cnmm.slim(model, frontier.choose("60%"))  # a plain nn.Module: batch normalisation folded, nothing dead
     with torch.no_grad():
         assert small(images).shape == (32, 10)
-
-
-def SlimNetwork(model):
-    small = cnmm.slim(model, cnmm.named_point(model, "e2c0"))
-    assert isinstance(small, cnmm.SlimNetwork)
-    assert small.cost.macs > 0
 
 
 def save_slim(model, folder):

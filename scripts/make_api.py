@@ -99,6 +99,8 @@ class Words(str):
 
 def signature(name: str, thing: Any) -> str:
     """The call as one would write it; long ones have one parameter per line."""
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        return f"{name}(message)"
     found = inspect.signature(thing)
     returned = inspect.Signature.empty if inspect.isclass(thing) else Words(found.return_annotation)
     found = found.replace(return_annotation=returned)

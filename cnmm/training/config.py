@@ -11,6 +11,7 @@ from cnmm.config import Device, Gates, is_count
 
 ExitWeights = Literal["linear", "equal"]
 Precision = Literal["auto", "float32", "bfloat16"]
+Statistics = Literal["re-estimated", "raw"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,9 @@ class TrainConfig:
     """Largest norm of a step's gradient; 0: no limit."""
     average: float = 0.0
     """Weight of the past in a moving average of the parameters, which becomes the result; 0: no averaging."""
+    statistics: Statistics = "re-estimated"
+    """Batch statistics of the result: estimated anew by expectation, or the running averages of training (raw: the
+    paper)."""
     crop: int = 4
     """Pixels of black padding before a random crop."""
     flip: bool = True
@@ -75,6 +79,7 @@ class TrainConfig:
             "gates": get_args(Gates),
             "exit_weights": get_args(ExitWeights),
             "precision": get_args(Precision),
+            "statistics": get_args(Statistics),
             "device": get_args(Device),
         }.items():
             if getattr(self, field) not in allowed:
@@ -93,6 +98,11 @@ class TrainConfig:
         for field in ("val", "crop", "weight_decay", "ladder_weight", "clip", "seed"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{field}={getattr(self, field)!r}: must not be negative")
+        if self.average and self.statistics == "raw":
+            raise UserError(
+                f"average={self.average} with statistics='raw': running averages are not those of averaged parameters; "
+                "use statistics='re-estimated'"
+            )
         if not (self.workers is None or self.workers == 0 or is_count(self.workers)):
             raise UserError(f"workers={self.workers!r}: must be a whole number, 0, or None (as many as suit)")
 

@@ -47,7 +47,7 @@ def train(
     on_epoch: Callable[[EpochResult], None] = lambda result: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Mixture:
-    """Trains a mixture into a run folder and returns it with the statistics of expectation mode, in eval mode."""
+    """Trains a mixture into a run folder and returns it, in eval mode with its statistics for inference."""
     kept, held_out = hold_out(data.train.labels, config.val, config.seed)
     steps = steps_per_epoch(config, len(kept))
     device = distributed.pick_device(config.device)
@@ -86,10 +86,11 @@ def train(
             if stop and epoch + 1 < config.epochs:
                 raise Stopped(f"stopped after epoch {epoch + 1}")
         average.copy_to(model)
-        with distributed.paused():
-            model = reestimated(model, images.statistics_batches(data.train, kept))
+        if config.statistics == "re-estimated":
+            with distributed.paused():
+                model = reestimated(model, images.statistics_batches(data.train, kept))
     save_result(model, folder)
-    return model
+    return model.eval()
 
 
 def start_log(folder: Path, done: int) -> None:

@@ -110,6 +110,14 @@ def test_variants_of_the_paper_are_flags(tmp_path, capsys, flags, expected):
     assert exits == list(config.exit_numbers)
 
 
+@pytest.mark.parametrize(("flags", "statistics"), [([], "raw"), (["--statistics", "re-estimated"], "re-estimated")])
+def test_the_papers_statistics_are_those_of_its_recipe(tmp_path, capsys, flags, statistics):
+    run = str(tmp_path / "run")
+    train = ("--data", "fashion", "--model", "cnmm_tiny", "--batch-size", "1500", "--epochs", "1", "--group", "500")
+    assert ask(capsys, "train", *train, "--recipe", "cifar10", *flags, "--out", run)["statistics"] == statistics
+    assert ask(capsys, "evaluate", run)["statistics"] == statistics
+
+
 def test_a_training_can_start_from_a_trained_run_with_other_classes(tmp_path, fashion_folder, monkeypatch):
     class Begun(Exception):
         """Instead of training."""

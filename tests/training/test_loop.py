@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import cnmm
 from cnmm import run_folder
@@ -67,3 +68,21 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path):
         train(model, small_data(), config, tmp_path)
     after = dict(model.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before if name != "classifiers.3.bias")
+
+
+def test_raw_statistics_are_the_running_averages_of_training(tmp_path):
+    """Those of the last step, with nothing re-estimated; the weights are the same either way."""
+    data, models, running = small_data(), {}, []
+    for kind in ("raw", "re-estimated"):
+        config = small_config(gates="relaxed", statistics=kind)
+        model = new_model()
+
+        def keep(_, model=model):
+            running[:] = [{name: buffer.clone() for name, buffer in model.named_buffers()}]
+
+        models[kind] = train(model, data, config, folder(tmp_path / kind), on_step=keep)
+        assert not models[kind].training
+        assert same(dict(models[kind].named_buffers()), running[0]) == (kind == "raw")
+        assert same(load_file(tmp_path / kind / "model.safetensors"), weights(models[kind]))
+    raw, estimated = (dict(models[kind].named_parameters()) for kind in ("raw", "re-estimated"))
+    assert same(raw, estimated)

@@ -9,7 +9,7 @@ def test_recipes_of_the_paper_are_the_papers():
         assert (config.epochs, config.batch_size, config.lr, config.weight_decay) == (300, 64, 0.1, 1e-4)
         assert (config.momentum, config.nesterov, config.warmup, config.decay_all) == (0.9, False, 0.0, True)
         assert (config.gates, config.temperature, config.exit_weights) == ("relaxed", 2.0, "linear")
-        assert config.ladder_start == 1.0
+        assert (config.ladder_start, config.statistics) == (1.0, "raw")
     assert list_recipes() == ["quick", "cifar10", "cifar100"]
 
 
@@ -23,6 +23,8 @@ def test_recipes_of_the_paper_are_the_papers():
         ({"ladder_start": 1.5}, "ladder_start=1.5: a number from 0 to 1"),
         ({"gates": "soft"}, "gates='soft': must be one of expectation, relaxed, hard"),
         ({"val": -1}, "val=-1"),
+        ({"statistics": "new"}, "statistics='new': must be one of re-estimated, raw"),
+        ({"statistics": "raw", "average": 0.9}, "average=0.9 with statistics='raw'"),
         ({"workers": -1}, "workers=-1: must be a whole number, 0, or None"),
         ({"workers": 1.5}, "workers=1.5: must be"),
         ({"learning_rate": 1}, "unknown training option 'learning_rate'"),
