@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -62,6 +63,20 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
     return in_new_process(sys.executable, "-c", block + code if missing else code, *args, **options)
+
+
+def pairwise(*axes):
+    """Rows in which every pair of values of any two axes occurs: what the full product finds that no row of these does
+    needs three particular values at once. Always the same rows.
+    """
+    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    left = {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+    chosen = []
+    while left:
+        best = max(rows, key=lambda row: len(left.intersection(itertools.combinations(enumerate(row), 2))))
+        left.difference_update(itertools.combinations(enumerate(best), 2))
+        chosen.append(tuple(axis[index] for axis, index in zip(axes, best, strict=True)))
+    return chosen
 
 
 RUN_CLI = "import sys; from cnmm.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -9,12 +9,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from cnmm._errors import UserError
 from cnmm._files import written_aside
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.data.dataset import Images
 from cnmm.evaluation.statistics import settled
-from cnmm.export.network import ExportPrecision, LabelledImages, onnx_bytes, open_onnx, quality_of_file, stage_bytes
+from cnmm.export.network import (
+    ExportPrecision,
+    LabelledImages,
+    onnx_bytes,
+    open_onnx,
+    preprocessing_of,
+    quality_of_file,
+    stage_bytes,
+)
 from cnmm.export.slim import SlimNetwork, slim, slim_cascade
 from cnmm.frontier import Frontier, FrontierPoint
 from cnmm.ladder import Ladder, NetworkFile
@@ -64,17 +71,6 @@ def export_ladder(
             preprocessing=about,
             precision=precision,
         ).save()
-
-
-def preprocessing_of(model: Mixture, given: Preprocessing | None = None) -> Preprocessing:
-    """What was given, or what the model was loaded with; without either, a file would say nothing about its images."""
-    about = given or model.preprocessing
-    if about is None:
-        raise UserError(
-            "this mixture does not know its classes, mean and standard deviation; load a trained run with cnmm.load, "
-            "or set model.preprocessing, for example to cnmm.Preprocessing.plain(model.config)"
-        )
-    return about
 
 
 def _measured_again(

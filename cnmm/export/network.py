@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from cnmm.export.onnx_writer import onnx_model, onnx_stages
 from cnmm.export.quantise import quantised
 from cnmm.export.slim import SlimNetwork
 from cnmm.ladder import IMAGE, PROBABILITIES
+from cnmm.mixture import Mixture
 
 ExportPrecision = Literal["float32", "int8"]
 LabelledImages = tuple[Images, Labels]
@@ -33,7 +34,7 @@ TOLERANCE = 1e-4
 def export_onnx(
     network: SlimNetwork,
     path: str | Path,
-    preprocessing: Preprocessing,
+    preprocessing: Preprocessing | None = None,
     *,
     precision: ExportPrecision = "float32",
     calibration: Images | None = None,
@@ -41,11 +42,24 @@ def export_onnx(
 ) -> None:
     """One file: uint8 images [N, H, W, C] in, probabilities out; metadata says the rest.
 
-    `calibration`: images [N, H, W, C] from which int8 learns the range of every tensor.
+    `preprocessing`: that of the mixture it was made from, unless told. `calibration`: images [N, H, W, C] from which int8
+    learns the range of every tensor.
     """
     check_new_file(path)
-    data = onnx_bytes(network, preprocessing, precision=precision, calibration=calibration, **metadata)
+    about = preprocessing_of(network, preprocessing)
+    data = onnx_bytes(network, about, precision=precision, calibration=calibration, **metadata)
     write_atomically(Path(path), data)
+
+
+def preprocessing_of(model: Mixture | SlimNetwork, given: Preprocessing | None = None) -> Preprocessing:
+    """What was given, or what the model was loaded with; without either, a file would say nothing about its images."""
+    about: Preprocessing | None = given or cast(Any, model.preprocessing)
+    if about is None:
+        raise UserError(
+            "this model does not know its classes, mean and standard deviation; load a trained run with cnmm.load, "
+            "or set model.preprocessing, for example to cnmm.Preprocessing.plain(model.config)"
+        )
+    return about
 
 
 def check_new_file(path: str | Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cnmm import blocks, fused
 from cnmm._errors import UserError
 from cnmm._files import read_tensors, to_bytes, write_atomically, write_json
-from cnmm.config import MixtureConfig
+from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.cost import Cost, CostTable
 from cnmm.export import graph
 from cnmm.export.graph import Graph, Step
@@ -46,6 +46,7 @@ class SlimNetwork(nn.Module):
     def __init__(self, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.graph = graph
+        self.preprocessing: Preprocessing | None = None
         self.layers = nn.ModuleDict()
         for step in graph.steps:
             if step.tensors:
@@ -137,12 +138,12 @@ def slim_cascade(model: Mixture, point: OperatingPoint | str | Any = None) -> Sl
 
 
 def find_point(model: Mixture, point: OperatingPoint | str | Any) -> OperatingPoint:
-    """An operating point from itself, its name, or something with a field `point` that is its name."""
+    """An operating point from itself, its name, or a measured point of a frontier."""
     if point is None:
         last = model.config.exit_numbers[-1]
         return OperatingPoint(exit=last, edges=model.lattice.exit_edges(last), name=f"e{last}c0")
     if not isinstance(point, OperatingPoint):
-        return named_point(model, point if isinstance(point, str) else point.point)
+        return named_point(model, point if isinstance(point, str) else point.name)
     model.live_edges(point)  # refuses points of another model
     return point
 
@@ -184,7 +185,9 @@ def load_slim(folder: str | Path) -> SlimNetwork:
 def _folded(model: Mixture, made: Graph) -> SlimNetwork:
     evaluator = _Evaluator(model)
     tensors = {name: tensor for step in made.steps for name, tensor in evaluator.tensors(step).items()}
-    return SlimNetwork(made, {name: tensor.float().contiguous() for name, tensor in tensors.items()}).eval()
+    network = SlimNetwork(made, {name: tensor.float().contiguous() for name, tensor in tensors.items()})
+    network.preprocessing = model.preprocessing
+    return network.eval()
 
 
 class _Evaluator:

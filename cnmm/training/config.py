@@ -63,8 +63,6 @@ class TrainConfig:
     """Mirror images at random."""
     val: int = 5000
     """Training images held out to choose points and thresholds; test images are for reporting only."""
-    statistics: Literal["re-estimated", "raw"] = "re-estimated"
-    """Batch statistics of the result: re-estimated in expectation mode, or raw, the running averages (the paper)."""
     seed: int = 0
     """Seed of all randomness."""
     precision: Precision = "float32"

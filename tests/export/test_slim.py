@@ -145,7 +145,7 @@ def test_saved_and_loaded_by_itself(tmp_path):
     for network in (slim(model, "e3c4"), slim_cascade(model, "e3a2")):
         folder = tmp_path / network.point.name
         save_slim(network, folder, note="x")
-        with pytest.raises(ValueError, match="load_slim reads it"):
+        with pytest.raises(ValueError, match="read it with cnmm.load_slim"):
             cnmm.load(folder)
         again = load_slim(folder)
         assert again.point == network.point
@@ -157,7 +157,7 @@ def test_saved_and_loaded_by_itself(tmp_path):
 def test_a_folder_that_is_no_slim_network_is_refused(tmp_path):
     model = trained("cnmm_tiny")
     cnmm.save(model, tmp_path / "run")
-    with pytest.raises(ValueError, match="no slim network"):
+    with pytest.raises(ValueError, match="not a slim network"):
         load_slim(tmp_path / "run")
     save_slim(slim(model, "e3c4"), tmp_path / "a")
     save_slim(slim(model, "e2c0"), tmp_path / "b")
