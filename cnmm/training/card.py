@@ -9,6 +9,8 @@ from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.evaluation.task import Quality
 from cnmm.frontier import metric_words
 from cnmm.training.config import TrainConfig
+from cnmm.training.recipes import describe_recipe, list_recipes
+from cnmm.zoo import describe_model, list_models
 
 
 def card(
@@ -26,8 +28,11 @@ def card(
     mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (preprocessing.mean, preprocessing.std))
     return f"""# {model.name}, trained on {data["name"]}
 
-A Convolutional Neural Mixture Model made by `cnmm train` (recipe `{config.recipe}`, {config.epochs} epochs, seed
-{config.seed}). One set of weights holds every exit and every operating point: `cnmm info` shows them.
+A Convolutional Neural Mixture Model. One set of weights holds every exit and every operating point: `cnmm info` shows
+them.
+
+- Architecture: {_architecture(model)}
+- Training: `cnmm train`, {config.epochs} epochs, seed {config.seed}, recipe `{config.recipe}`. {_recipe(config)}
 
 {metric_words(last.metric).capitalize()} (%) on {last.n} {split} images, expectation, nothing cut:
 
@@ -38,3 +43,11 @@ A Convolutional Neural Mixture Model made by `cnmm train` (recipe `{config.recip
 Classes: {", ".join(preprocessing.classes)}. Images: {channels} x {height} x {width}, mean {mean}, standard deviation
 {std}.
 """
+
+
+def _architecture(model: MixtureConfig) -> str:
+    return describe_model(model.name) if model.name in list_models() else "not one of the zoo."
+
+
+def _recipe(config: TrainConfig) -> str:
+    return describe_recipe(config.recipe) if config.recipe in list_recipes() else ""

@@ -35,6 +35,11 @@ def list_recipes() -> list[str]:
     return list(_RECIPES)
 
 
+def describe_recipe(name: str) -> str:
+    """What a recipe does, in a sentence or two."""
+    return " ".join((_RECIPES[name].__doc__ or "").split())
+
+
 def _register(function: Callable[[], TrainConfig]) -> Callable[[], TrainConfig]:
     _RECIPES[function.__name__] = function
     return function
@@ -42,7 +47,7 @@ def _register(function: Callable[[], TrainConfig]) -> Callable[[], TrainConfig]:
 
 @_register
 def quick() -> TrainConfig:
-    """Learning by expectations, then ladder tuning: our best for minutes on a CPU (docs/log.md says what was tried)."""
+    """Ours, not the paper's: learning by expectations, then ladder tuning, for minutes on a CPU."""
     return TrainConfig(
         recipe="quick",
         epochs=14,
