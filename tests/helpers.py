@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -63,6 +64,25 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
     return in_new_process(sys.executable, "-c", block + code if missing else code, *args, **options)
+
+
+SMALL_SAMPLE = """
+from cnmm.data import registry
+_whole = registry.fashion_sample
+registry.fashion_sample = lambda split: tuple(part[::6] for part in _whole(split))
+"""
+"""For code that trains on `fashion`: a sixth of the embedded sample."""
+
+
+@contextlib.contextmanager
+def small_sample():
+    """The same in this process."""
+    from cnmm.data import registry
+
+    whole = registry.fashion_sample
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "fashion_sample", lambda split: tuple(part[::6] for part in whole(split)))
+        yield
 
 
 def pairwise(*axes):

@@ -2,13 +2,11 @@
 
 import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
 
 import cnmm
-
-ROOT = Path(__file__).parent.parent
+from tests.helpers import ROOT, small_sample
 
 
 def load(path):
@@ -29,7 +27,8 @@ def given(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return examples.given_run(tmp_path_factory.mktemp("given"))
+    with small_sample():
+        return examples.given_run(tmp_path_factory.mktemp("given"))
 
 
 def test_the_page_is_up_to_date():
@@ -54,4 +53,5 @@ def test_the_example_runs(name, request, tmp_path, monkeypatch):
             needed[parameter] = request.getfixturevalue("run")
         else:
             needed[parameter] = request.getfixturevalue("given")[parameter]
-    example(**needed)
+    with small_sample():
+        example(**needed)

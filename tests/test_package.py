@@ -6,9 +6,6 @@ import functools
 import importlib
 import inspect
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -18,10 +15,8 @@ from cnmm.cli import main as cli
 from cnmm.cli.models import shape_text
 from cnmm.cost import short_count
 from cnmm.zoo import describe_model, summary
-from tests.helpers import python
+from tests.helpers import ROOT, SMALL_SAMPLE, python
 from tests.imports import HEAVY, MAY_IMPORT, TORCH_FREE_PAPER, WITHOUT_TORCH, edges, imports, levels, modules, room
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_every_module_has_its_room():
@@ -180,7 +175,7 @@ def test_the_snippets_of_the_documents_run(document, tmp_path):
     assert snippets
     code = "\n".join(snippets)
     Image.new("L", (60, 40), 128).save(tmp_path / "photo.jpg")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = python(SMALL_SAMPLE + code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

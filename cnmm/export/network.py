@@ -42,8 +42,8 @@ def export_onnx(
 ) -> None:
     """One file: uint8 images [N, H, W, C] in, probabilities out; metadata says the rest.
 
-    `preprocessing`: that of the mixture it was made from, unless told. `calibration`: images [N, H, W, C] from which int8
-    learns the range of every tensor.
+    `preprocessing`: that of the mixture it was made from, unless told. `calibration`: images [N, H, W, C] from which
+    int8 learns the range of every tensor.
     """
     check_new_file(path)
     about = preprocessing_of(network, preprocessing)

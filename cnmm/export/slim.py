@@ -141,7 +141,7 @@ def find_point(model: Mixture, point: OperatingPoint | str | Any) -> OperatingPo
     """An operating point from itself, its name, or a measured point of a frontier."""
     if point is None:
         last = model.config.exit_numbers[-1]
-        return OperatingPoint(exit=last, edges=model.lattice.exit_edges(last), name=f"e{last}c0")
+        return OperatingPoint(exit=last, edges=model.lattice.exit_edges(last), name=f"e{last}c0", rule="flow", cuts=0)
     if not isinstance(point, OperatingPoint):
         return named_point(model, point if isinstance(point, str) else point.name)
     model.live_edges(point)  # refuses points of another model
@@ -155,7 +155,8 @@ def save_slim(network: SlimNetwork, folder: str | Path, **about: Any) -> None:
     state = {name.removeprefix("layers."): tensor for name, tensor in network.state_dict().items()}
     write_atomically(folder / WEIGHTS_FILE, to_bytes(state))
     point = network.point
-    described = {"name": point.name, "exit": point.exit, "edges": sorted(map(list, point.edges))}
+    described = {field: getattr(point, field) for field in ("name", "rule", "cuts", "exit")}
+    described["edges"] = sorted(map(list, point.edges))
     slim = {"point": described, "exits": list(network.graph.exits)}
     cost = {"macs": network.cost.macs, "params": network.cost.params}
     write_json(folder / CONFIG_FILE, {"model": network.config.to_dict(), "slim": slim, **cost, **about})
@@ -168,7 +169,8 @@ def load_slim(folder: str | Path) -> SlimNetwork:
         config = MixtureConfig.from_dict(about["model"])
         found = about["slim"]["point"]
         edges = frozenset((int(i), int(j)) for i, j in found["edges"])
-        point = OperatingPoint(exit=int(found["exit"]), edges=edges, name=str(found["name"]))
+        names = {field: found[field] for field in ("name", "rule", "cuts")}
+        point = OperatingPoint(exit=int(found["exit"]), edges=edges, **names)
         several = len(about["slim"]["exits"]) > 1
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{Path(folder) / CONFIG_FILE}: not a slim network ({error!r})") from None

@@ -145,7 +145,7 @@ def test_saved_and_loaded_by_itself(tmp_path):
     for network in (slim(model, "e3c4"), slim_cascade(model, "e3a2")):
         folder = tmp_path / network.point.name
         save_slim(network, folder, note="x")
-        with pytest.raises(ValueError, match="read it with cnmm.load_slim"):
+        with pytest.raises(ValueError, match=r"read it with cnmm\.load_slim"):
             cnmm.load(folder)
         again = load_slim(folder)
         assert again.point == network.point
