@@ -27,7 +27,7 @@ demo: .venv/.installed ## the whole story on real images: train, measure, export
 	$(BIN)/python examples/demo.py
 
 test: .venv/.installed ## run all tests in two processes of one thread each
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 check: .venv/.installed ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -205,8 +205,8 @@ class Run:
         """
         chosen = self.find(budget=budget, point=point) if budget or point else None
         config = dataclasses.replace(self.config, device=device, workers=workers)
-        part, indices = self.images.split(split)
         place = pick_device(device)
+        part, indices = self.images.split(split)
         with start_workers(self.images.data, config) as running:
             images = Images(self.images.data, config, device=place, workers=running)
             model = self.settled(chosen) if chosen and not raw else self.model

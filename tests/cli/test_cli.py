@@ -273,7 +273,7 @@ def test_a_file_and_another_folder_are_no_run(capsys):
     Path("file").write_text("x")
     Path("folder").mkdir()
     for name in ("file", "folder"):
-        assert f"{name}: not a run folder (config.json is missing)" in complaint(capsys, "info", name)
+        assert f"{name}: not a run folder (config.json missing)" in complaint(capsys, "info", name)
         assert "cannot be written" in complaint(capsys, "draw", "cnmm_tiny", "-o", "file/a.svg")
 
 

@@ -147,7 +147,7 @@ def test_a_training_can_start_from_a_trained_run_with_other_classes(tmp_path, fa
     assert started(val=10).config.name == "cnmm_b4s3"  # it fits the images
 
     spec, out = f"fashion:{fashion_folder}", tmp_path / "none"
-    assert "cnmm_seg_tiny: it labels pixels" in refused(cnmm.train, spec, out, model="cnmm_seg_tiny")
+    assert "cnmm_seg_tiny labels pixels" in refused(cnmm.train, spec, out, model="cnmm_seg_tiny")
     words = refused(cnmm.train, spec, out, model="cnmm_b6s3", init=tmp_path / "old")
     assert "holds a cnmm_tiny; remove --model" in words
     assert "blocks=5" in refused(cnmm.train, spec, out, init=tmp_path / "old", blocks=5)

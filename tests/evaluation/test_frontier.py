@@ -216,7 +216,7 @@ def test_no_frontier_yet(tmp_path):
 def a_mixture(seed=0, **overrides):
     """Untrained, with random gates, and statistics that fit no point."""
     torch.manual_seed(seed)
-    model = create_model("cnmm_tiny", **overrides)
+    model = create_model("cnmm_tiny", **{"channels": 8, **overrides})
     with torch.no_grad():
         if model.config.mixing == "gates":
             model.gate_logits.normal_()
@@ -239,7 +239,7 @@ def all_points(model, rule="both"):
     return list({each.point.name: each.point for curve in cutting_curves(model, rule) for each in curve}.values())
 
 
-@pytest.mark.parametrize("memo_bytes", [2**30, 150_000, 0])
+@pytest.mark.parametrize("memo_bytes", [2**30, 75_000, 0])
 def test_shared_passes_equal_separate_ones(memo_bytes):
     model, statistics, validation = a_mixture(), some_images(30).split(12), some_batches()
     engine = Engine(model, memo_bytes)
@@ -338,7 +338,7 @@ def test_the_deterministic_variant_has_its_full_exits():
 
 
 def test_what_cannot_be_measured():
-    with pytest.raises(ValueError, match="labels pixels"):
+    with pytest.raises(ValueError, match="no segmentation task yet"):
         measure(create_model("cnmm_seg_tiny"), [])
     with pytest.raises(ValueError, match="validation is iterated more than once"):
         measure(a_mixture(), iter(some_batches()))
@@ -364,10 +364,9 @@ def shortfall(frontier, every):
     return worst
 
 
-@pytest.mark.parametrize("blocks", [4, 5])
-def test_the_search_finds_the_envelope(blocks):
+def test_the_search_finds_the_envelope():
     """Labels are what the full mixture says, so accuracy falls with every cut, steeply and not evenly."""
-    model, statistics, images = a_mixture(1, blocks=blocks, channels=8), some_images(80).split(40), some_images(300, 7)
+    model, statistics, images = a_mixture(1, blocks=5), some_images(80).split(40), some_images(300, 7)
     with torch.no_grad():
         labels = reestimated(model, statistics)(images).argmax(1)
     every = measure(model, [(images, labels)], statistics=statistics, points=all_points(model, "flow"), raw=False)
@@ -547,7 +546,7 @@ def test_a_run_without_held_out_images_says_so(capsys, run):
 
 
 def test_frontier_complaints(capsys, run, tmp_path):
-    assert "no run folder" in complaint(capsys, "frontier", tmp_path / "none")
+    assert "not a run folder" in complaint(capsys, "frontier", tmp_path / "none")
     assert ".svg or .png" in complaint(capsys, "frontier", run, "--plot", "a.pdf")
     assert "images=0" in complaint(capsys, "frontier", run, "--images", 0)
     assert "num_points=0" in complaint(capsys, "frontier", run, "--points", 0)

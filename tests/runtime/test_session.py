@@ -536,14 +536,14 @@ def test_a_manifest_that_is_no_manifest(tmp_path, text):
 def test_no_ladder_at_all(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
-        assert f"{path}: no ladder folder" in refused(Session, path)
+        assert f"{path}: not a ladder folder" in refused(Session, path)
 
 
 def test_a_missing_and_a_changed_file(tmp_path):
     make_ladder(tmp_path)
     path = tmp_path / "e2c3.onnx"
     path.write_bytes(path.read_bytes() + b"\0")
-    assert f"{path}: not the file" in refused(Session, tmp_path)
+    assert f"{path}: its sha256 differs" in refused(Session, tmp_path)
     path.unlink()
     assert f"{path}: cannot be read" in refused(Session, tmp_path)
     with Session(tmp_path, threads=1, points=["e1c0"]) as session:

@@ -32,8 +32,7 @@ def test_training_learns_and_writes_a_run(tmp_path):
     assert measured[3].n == 50
 
 
-@pytest.mark.parametrize("average", [0.0, 0.9])
-@pytest.mark.parametrize("after", [1, 5, 8])
+@pytest.mark.parametrize(("after", "average"), [(1, 0.0), (5, 0.0), (8, 0.9)])
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, after, average):
     """Bit by bit, wherever it was stopped: in an epoch, at its end, and with ladder tuning under way."""
     data, config = small_data(), small_config(ladder_start=0.4, gates="relaxed", group=4, average=average)

@@ -20,7 +20,7 @@ def test_recipes_of_the_paper_are_the_papers():
         ({"batch_size": 1}, "batch_size=1: must be at least 2"),
         ({"lr": 0.0}, "lr=0.0: must be positive"),
         ({"lr": float("nan")}, "lr=nan"),
-        ({"ladder_start": 1.5}, "ladder_start=1.5: a number from 0 to 1"),
+        ({"ladder_start": 1.5}, "ladder_start=1.5: must be between 0 and 1"),
         ({"gates": "soft"}, "gates='soft': must be one of expectation, relaxed, hard"),
         ({"val": -1}, "val=-1"),
         ({"statistics": "new"}, "statistics='new': must be one of re-estimated, raw"),

