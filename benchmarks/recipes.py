@@ -27,8 +27,9 @@ from cnmm._machine import keep_freed_memory
 from cnmm.data import open_data
 from cnmm.frontier import FRONTIER_FILE, find_frontier
 from cnmm.training.batches import use_bfloat16
+from cnmm.training.ladder_tuning import Ladder, tunes_ladder
 from cnmm.training.objective import training_loss
-from cnmm.training.optim import make_optimizer, take_step
+from cnmm.training.optim import Optimizer, take_step
 from cnmm.training.recipes import recipe
 
 WAYS: dict[str, dict[str, object]] = {
@@ -43,14 +44,15 @@ def step_s(way: str, model_name: str, part: float, steps: int = 12) -> float:
     """Median time of a training step, at some part of the training."""
     config = recipe("quick", **WAYS[way])
     model = cnmm.create_model(model_name).train()
-    optimizer = make_optimizer(model, config)
+    optimizer = Optimizer(model, config)
     x = torch.randn(config.batch_size, model.config.in_chans, *model.config.input_size)
     x = x.bfloat16() if use_bfloat16(config.precision) else x
     labels = torch.randint(model.config.num_classes, (config.batch_size,))
+    ladder = Ladder(model) if tunes_ladder(model, config, part) else None
     times = []
     for step in range(steps):
         start = time.perf_counter()
-        loss = training_loss(model, x, labels, config, part=part, at=(0, step))
+        loss = training_loss(model, x, labels, config, at=(0, step), ladder=ladder)
         take_step(model, optimizer, loss, config, part=part)
         times.append(time.perf_counter() - start)
     return statistics.mean(times[2:])  # points of the ladder differ in cost: their mean, not their median

@@ -7,7 +7,7 @@ An edge is a pair (i, j) with i < j: the block f_i^j that computes part of map j
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -16,9 +16,12 @@ from cnmm._errors import UserError
 from cnmm.config import MixtureConfig
 
 Edge = tuple[int, int]
-Rule = Literal["flow", "flow_per_mac", "mean_flow"]
-"""Which edge is cut next: that of least flow (the paper's), of least flow per mac that vanishes with it, or of least
-flow averaged over all exits up to this one, which keeps the earlier exits good too: the rule for cascades."""
+Rule = Literal["flow", "flow_per_mac", "mean_flow", "damage"]
+"""Which edge is cut next: that of least flow (the paper's), of least flow per mac that vanishes with it, of least flow
+averaged over all exits up to this one, which keeps the earlier exits good too: the rule for cascades; or the edge whose
+removal was measured to change the answers least per mac."""
+Orders = Mapping[int, Sequence[Edge]]
+"""Measured cutting orders: by exit, the edges in the order in which they are cut, until one network is left."""
 Network = tuple[int, ...]
 """One CNN of the mixture: the nodes that it visits, from 0 to T."""
 

@@ -23,7 +23,7 @@ from cnmm._errors import UserError
 from cnmm.chain import Chain, break_all_sticks, initial_logits
 from cnmm.config import Gates, MixtureConfig, Preprocessing, check_input_size
 from cnmm.cost import classifier_sizes
-from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes, reached_exits
+from cnmm.lattice import Edge, Lattice, OperatingPoint, Orders, build_lattice, channels, map_sizes, reached_exits
 from cnmm.prune import check_classifier
 
 Part = Literal["kept", "pooled", "whole"]
@@ -77,6 +77,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.config = config
         self.preprocessing: Preprocessing | None = None
+        self.orders: Orders | None = None
+        """Measured cutting orders, for points such as e4d12; a run folder keeps them."""
         self.lattice: Lattice = build_lattice(config)
         if config.mixing == "gates":
             self.gate_logits = nn.Parameter(torch.tensor(initial_logits(self.lattice, config.gate_init)))

@@ -26,6 +26,7 @@ from cnmm.config import Device, Preprocessing
 from cnmm.cost import CostTable
 from cnmm.distributed import pick_device
 from cnmm.draw import save_picture
+from cnmm.evaluation.damage import measure_orders
 from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.measure import Progress as MeasuringProgress
 from cnmm.evaluation.measure import measure
@@ -39,8 +40,9 @@ from cnmm.export.network import ExportPrecision, check_new_file, onnx_bytes, qua
 from cnmm.export.slim import SlimNetwork, save_slim, slim
 from cnmm.frontier import FRONTIER_FILE, RAW, RE_ESTIMATED, Frontier, FrontierPoint
 from cnmm.ladder import Ladder, read_ladder
-from cnmm.lattice import OperatingPoint
+from cnmm.lattice import OperatingPoint, Orders
 from cnmm.mixture import Mixture
+from cnmm.orders import save_orders
 from cnmm.prune import named_point
 from cnmm.run_folder import is_run, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
@@ -241,7 +243,7 @@ class Run:
     def measure(
         self,
         *,
-        rule: Rules = "both",
+        rule: Rules = "all",
         images: int | None = None,
         points: int | None = None,
         test: bool = False,
@@ -252,9 +254,12 @@ class Run:
         """Measures operating points on held-out images and writes the frontier into the run folder.
 
         `images` and `points` limit how many; `test` adds test figures to the best points. With `statistics="raw"`
-        every point keeps the run's own statistics, as in the paper: nothing is re-estimated.
+        every point keeps the run's own statistics, as in the paper: nothing is re-estimated. Cutting orders by damage
+        are measured if the rule needs them and the run has none yet.
         """
         split, part, chosen = self.images.measured(images)
+        if rule in ("damage", "all") and self.model.orders is None and self.model.config.mixing == "gates":
+            self.measure_orders()
         frontier = measure(
             self.model,
             self.images.batches(part, chosen),
@@ -268,6 +273,13 @@ class Run:
         )
         self._write_frontier(frontier)
         return frontier
+
+    def measure_orders(self) -> Orders:
+        """Measures which cuts do the least damage, on training images, and writes the orders into the run folder."""
+        logger.info("measuring which cuts do the least damage, on training images")
+        self.model.orders = measure_orders(self.model, self.images.damage())
+        save_orders(self.folder, self.model.orders)
+        return self.model.orders
 
     def _write_frontier(self, frontier: Frontier) -> None:
         """All about a frontier; frontier.json last, as it speaks of what must be there."""

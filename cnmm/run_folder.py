@@ -12,6 +12,7 @@ from cnmm._errors import UserError
 from cnmm._files import FORMAT_VERSION, check_version, read_tensors, to_bytes, write_atomically, write_json
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.lattice import build_lattice
+from cnmm.orders import load_orders
 from cnmm.zoo import Plan, require_torch
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def load(folder: str | Path) -> Mixture:
             )
     model.load_state_dict(state)
     model.preprocessing = load_preprocessing(folder)
+    model.orders = load_orders(folder, config)
     return model.eval()
 
 
@@ -129,7 +131,7 @@ def load_plan(folder: str | Path) -> Plan:
     needed = len(build_lattice(config).edges)
     if logits is None or logits.shape != (needed,):
         raise UserError(f"{Path(folder) / WEIGHTS_FILE}: must have 'gate_logits' with {needed} values")
-    return Plan(config, tuple(float(value) for value in logits))
+    return Plan(config, tuple(float(value) for value in logits), load_orders(folder, config))
 
 
 def load_config(folder: str | Path) -> MixtureConfig:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
@@ -17,6 +18,7 @@ from cnmm.data import DataSet, Split, hold_out, open_data
 from cnmm.data.dataset import Images as Pixels
 from cnmm.data.dataset import Labels
 from cnmm.evaluation.batches import Batches, Reread
+from cnmm.evaluation.damage import DAMAGE_IMAGES
 from cnmm.training.batches import EVALUATION_BATCH, STATISTICS_IMAGES, Images
 from cnmm.training.config import TrainConfig
 
@@ -97,6 +99,10 @@ class RunImages:
         train, kept, prepared = self.data.train, self._parts[0], self.prepared
         num = -(-min(STATISTICS_IMAGES, len(kept)) // EVALUATION_BATCH)
         return Reread(lambda: prepared.statistics_batches(train, kept), num)
+
+    def damage(self) -> Tensor:
+        """The training images that damage is measured on, one batch."""
+        return torch.cat(list(self.prepared.some(self.data.train, self._parts[0], DAMAGE_IMAGES, "damage")))
 
     def held_out(self, num: int | None = None) -> tuple[Pixels, Labels]:
         """Held-out images, uint8 [N, H, W, C], and their labels; at most `num` of them."""

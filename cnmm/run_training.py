@@ -24,6 +24,7 @@ from cnmm.training.config import TrainConfig
 from cnmm.training.loop import train as run_loop
 from cnmm.training.progress import EpochResult, Progress
 from cnmm.training.recipes import recipe as find_recipe
+from cnmm.training.teacher import ANSWERS_FILE, open_teacher
 from cnmm.zoo import create_model, model_plan
 
 logger = logging.getLogger("cnmm")
@@ -62,9 +63,13 @@ def train(
         logger.warning("skipped %s: cannot be read", name)
     if config.val and "val" not in fields:  # a small set keeps most of its images
         config = dataclasses.replace(config, val=min(config.val, len(images.train) // 10))
+    if init:  # trained weights are not to be replaced
+        config = dataclasses.replace(config, stem_init="random")
     torch.manual_seed(config.seed)
     mixture = _initial(init, model, images, variant) if init else _new_model(model, images, variant)
     going_on = resume or distributed.restarted()
+    if config.teacher and not (going_on and (Path(out) / ANSWERS_FILE).exists()):
+        open_teacher(config.teacher, images)  # if it does not fit, before anything is written
     _start(Path(out), mixture, images, config, init, resume=resume or (going_on and is_run(out)))
     run_loop(
         mixture,

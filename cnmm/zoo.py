@@ -14,7 +14,7 @@ from cnmm._errors import INSTALL_TRAIN, UserError
 from cnmm.chain import Chain, initial_logits
 from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
-from cnmm.lattice import build_lattice
+from cnmm.lattice import Orders, build_lattice
 
 if TYPE_CHECKING:
     from cnmm.mixture import Mixture
@@ -29,6 +29,8 @@ class Plan:
     config: MixtureConfig
     logits: tuple[float, ...] | None = None
     """Trained gate logits; None: those before training."""
+    orders: Orders | None = dataclasses.field(default=None, compare=False)
+    """Measured cutting orders, if there are any."""
 
     @cached_property
     def chain(self) -> Chain:

@@ -15,6 +15,7 @@ PAPER = {
     "chain",
     "cost",
     "prune",
+    "orders",
     "distributed",
     "fused",
     "blocks",

@@ -16,6 +16,7 @@ from cnmm.runtime.latency import measured_p95
 if TYPE_CHECKING:
     from cnmm.evaluation.measure import Progress
 
+RuleName = Literal["flow", "flow_per_mac", "damage", "both", "all"]
 MetricName = Literal["accuracy", "mean_class_accuracy"]
 
 
@@ -24,11 +25,11 @@ class MeasureFrontier:
     """Measure the operating points of a run and keep the best for every budget."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
-    """A run folder; the frontier is written there: frontier.json, .csv, .svg, .png, statistics.safetensors."""
+    """A run folder; the frontier is written there: frontier.json, .csv, .svg, .png, orders.json and more."""
     data: Annotated[str | None, arg(metavar="KIND:DIR", help_behavior_hint="(default: the run's own)")] = None
     """Where the images are."""
-    rule: Annotated[Literal["flow", "flow_per_mac", "both"], arg(help_behavior_hint="(default: both)")] = "both"
-    """Cutting rule: least flow, least flow per mac saved, or both."""
+    rule: Annotated[RuleName, arg(help_behavior_hint="(default: all)")] = "all"
+    """Cutting rule: least flow, least flow per mac saved, least measured damage per mac saved; both by flow, or all."""
     images: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all held-out images)")] = None
     """Measure on this many of the held-out images."""
     points: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all; 96 for a large mixture)")] = None

@@ -24,8 +24,12 @@ from cnmm.training.recipes import recipe
 MODEL = (*VARIANT, "num_classes", "in_chans", "input_size")
 DEFAULT_RECIPE = "quick"
 
-_METAVARS = {"stem_stride": "{1,2,4}", "input_size": "HEIGHT WIDTH"}
-_NONE = {"group": "the whole batch", "workers": "cores - 1 if the images do not fit into memory"}
+_METAVARS = {"stem_stride": "{1,2,4}", "input_size": "HEIGHT WIDTH", "teacher": "FILE.onnx|RUN"}
+_NONE = {
+    "group": "the whole batch",
+    "teacher": "none",
+    "workers": "cores - 1 if the images do not fit into memory",
+}
 """What None stands for, where it is a default."""
 
 V = TypeVar("V")

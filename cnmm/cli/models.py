@@ -11,13 +11,13 @@ from tyro.conf import Positional, arg
 
 from cnmm._errors import UserError
 from cnmm.cli.flags import Flags, model_flags
-from cnmm.cli.terminal import Common, print_table, say
+from cnmm.cli.terminal import NO_HINT, Common, print_table, say
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import check_suffix, draw_lattice, save_picture
 from cnmm.lattice import OperatingPoint
 from cnmm.prune import named_point
 from cnmm.run_folder import CONFIG_FILE, is_run, load_plan
-from cnmm.zoo import Plan, describe_model, list_models, model_plan, num_networks, summary
+from cnmm.zoo import Plan, describe_model, list_models, model_plan, num_networks, require_torch, summary
 
 ModelFlags = Annotated[Flags, arg(constructor_factory=model_flags)]
 ModelName = Annotated[Positional[str], arg(metavar="MODEL|RUN", help_behavior_hint="")]
@@ -53,19 +53,22 @@ class Info:
 
     model: ModelName
     """Name of a zoo model, or a run folder."""
+    learning: Annotated[bool, NO_HINT] = False
+    """Show what a run has learned: share of every block, how far gates moved, gradients (needs torch)."""
     overrides: ModelFlags
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
         given = self.overrides.given()
         plan, run = find_model(self.model, given)
+        learning = {"learning": learned(self.model, run)} if self.learning else {}
         plan = resize(plan, given.get("input_size"))
         table = CostTable.of(plan.config)
         exits = [
             {"exit": exit, **dataclasses.asdict(table.exit(exit)), "networks": num_networks(plan, exit)}
             for exit in plan.config.exit_numbers
         ]
-        return summary(plan) | ({"run": str(run)} if run else {}) | {"exits": exits}
+        return summary(plan) | ({"run": str(run)} if run else {}) | {"exits": exits} | learning
 
     def show(self, answer: dict[str, Any]) -> None:
         output = answer["edges"] - answer["block_edges"] - 1
@@ -82,6 +85,9 @@ class Info:
             rows.append((row["exit"], f"{row['networks']:,}", f"{row['macs']:,}", share, f"{row['params']:,}"))
         print()
         print_table(("exit", "networks", "macs", "of full", "params"), rows)
+        if "learning" in answer:
+            print()
+            show_learning(answer["learning"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +120,37 @@ class Draw:
 
     def show(self, answer: dict[str, Any]) -> None:
         print(answer["file"])
+
+
+def learned(name: str, run: Path | None) -> dict[str, Any]:
+    """What a run has learned, as `--json` prints it."""
+    if run is None:
+        raise UserError(f"--learning: {name} is a model of the zoo, and only a run has learned something")
+    require_torch()
+    from cnmm.evaluation.learning import learning_report
+
+    return learning_report(run).to_dict()
+
+
+def show_learning(learning: dict[str, Any]) -> None:
+    """A table by block, and what became of gates and cutting orders."""
+    gradients = learning["gradients"] or {}
+    rows = [
+        (
+            row["block"],
+            sum(matrix["block"] == row["block"] for matrix in learning["matrices"]),
+            f"{row['mean']:.2f}",
+            f"{row['least']:.2f}",
+            f"{gradients[str(row['block'])]:.3g}" if str(row["block"]) in gradients else "",
+        )
+        for row in learning["blocks"]
+    ]
+    print_table(("block", "matrices", "learned share", "least", "gradient norm"), rows)
+    print(f"gates moved by {learning['gates_mean']:.3f} on average, {learning['gates_max']:.3f} at most")
+    for order in learning["orders"]:
+        words = f"{order['common']} of the {order['kept']} edges left are those of the untrained order"
+        print(f"exit {order['exit']} after {order['cuts']} cuts by {order['rule']}: {words}")
+    say(f"learned share: how far a matrix turned away from where it began, computed from its {learning['method']}")
 
 
 def find_model(name: str, given: dict[str, Any]) -> tuple[Plan, Path | None]:

@@ -53,7 +53,7 @@ def measure(
     statistics: Batches[Tensor] | None = None,
     test: Batches[tuple[Tensor, Tensor]] | None = None,
     points: Sequence[OperatingPoint] | None = None,
-    rule: Rules = "both",
+    rule: Rules = "all",
     num_points: int | None = None,
     raw: bool = True,
     cascade: bool = True,
@@ -68,6 +68,8 @@ def measure(
     envelope points get their raw quality too, and with `test` their quality on test images.
 
     `metric` is what quality means, for the frontier, its envelope and early exit: the task's first unless told.
+
+    `rule`: whose cuts; all of them unless told, and damage among them if its orders were measured (`model.orders`).
 
     All points are measured if they have enough in common; a large mixture, or `num_points`, makes it a search from
     coarse to fine. `points`: exactly these are measured. A `cascade` is measured as well, if there are several exits.

@@ -17,7 +17,8 @@ COARSE = 0.1
 MATTERS = 0.002
 """The difference in quality that matters."""
 
-Rules = Literal["flow", "flow_per_mac", "both"]
+Rules = Literal["flow", "flow_per_mac", "damage", "both", "all"]
+"""One cutting rule; both by flow; or all three, where damage counts if the model has measured orders."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,15 @@ Curve = list[Candidate]
 """The points of one exit by one rule, cheapest first."""
 
 
-def cutting_curves(model: Mixable, rule: Rules = "both") -> list[Curve]:
-    """Every point of every exit. Where both rules keep the same edges, both curves hold the same point."""
+def cutting_curves(model: Mixable, rule: Rules = "all") -> list[Curve]:
+    """Every point of every exit. Where two rules keep the same edges, both curves hold the same point."""
     if rule not in get_args(Rules):
         raise UserError(f"rule={rule!r}: must be one of {', '.join(get_args(Rules))}")
-    rules: tuple[Rule, ...] = ("flow", "flow_per_mac") if rule == "both" else (rule,)
+    by_flow: tuple[Rule, ...] = ("flow", "flow_per_mac")
+    if rule == "all":
+        rules = (*by_flow, *(("damage",) if model.orders else ()))
+    else:
+        rules = by_flow if rule == "both" else (rule,)
     costs = CostTable.of(model.config)
     same: dict[tuple[int, frozenset[Edge]], Candidate] = {}
     curves: list[Curve] = []

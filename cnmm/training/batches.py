@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from cnmm import distributed
 from cnmm._errors import UserError
 from cnmm.data import DataSet, Split, Workers, num_workers
-from cnmm.training.augment import augment
+from cnmm.training.augment import alternating, augment, draw_views, show
 from cnmm.training.config import TrainConfig
 from cnmm.training.seeds import seeded
 
@@ -19,6 +20,16 @@ STATISTICS_IMAGES = 4000
 """Training images on which the statistics for inference are estimated."""
 EVALUATION_BATCH = 125
 """Images of a batch where nothing is learned, at most. More are slower per image: their maps leave the cache."""
+
+
+class Batch(NamedTuple):
+    """What a step of the training learns from."""
+
+    step: int
+    images: Tensor
+    labels: Tensor
+    answers: Tensor | None
+    """A teacher's logits, of each image as it is shown."""
 
 
 class Images:
@@ -35,12 +46,12 @@ class Images:
         self.std = torch.tensor(data.std).view(1, -1, 1, 1) * 255
         self.device = torch.device(device)
         self.workers = workers or Workers()
+        self.answers: Tensor | None = None
+        """A teacher's logits for all training images, as they are and mirrored."""
         self.dtype = torch.bfloat16 if use_bfloat16(config.precision, self.device) else torch.float32
 
-    def training_batches(
-        self, split: Split, kept: np.ndarray, epoch: int, *, first: int = 0
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Step, images and labels of an epoch from step `first` on: this process's part of every batch.
+    def training_batches(self, split: Split, kept: np.ndarray, epoch: int, *, first: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from step `first` on: this process's part of each.
 
         What is drawn for an image depends on its place in the whole batch.
         """
@@ -51,8 +62,10 @@ class Images:
         steps = range(first, len(kept) // size)
         parts = [np.sort(kept[order[step * size : (step + 1) * size]])[places] for step in steps]
         for step, (chosen, pixels) in zip(steps, self._read(split, parts), strict=True):
-            images = augment(pixels, self.config, seeded(seed, "augment", epoch, step), places)
-            yield step, self.prepare(images.permute(0, 3, 1, 2)).to(self.dtype), self._labels(split, chosen)
+            mirrored = alternating(chosen, seed, epoch) if self.config.flips == "alternating" else None
+            views = draw_views(len(pixels), self.config, seeded(seed, "augment", epoch, step), places, mirrored)
+            x = self.prepare(show(pixels, self.config, views).permute(0, 3, 1, 2)).to(self.dtype)
+            yield Batch(step, x, self._labels(split, chosen), self._answers(chosen, views.mirrored))
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 [N, C, H, W] to normalised floats on the device."""
@@ -60,22 +73,37 @@ class Images:
 
     def batches(self, split: Split, indices: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         """Images as they are, for evaluation."""
-        for chosen, images in self._read(split, chunks(indices)):
+        for chosen, images in self.read(split, indices):
             yield self.prepare(images.permute(0, 3, 1, 2)), self._labels(split, chosen)
 
+    def some(self, split: Split, kept: np.ndarray, num: int, purpose: str) -> Iterator[Tensor]:
+        """Batches of at most `num` training images as they are, drawn for a purpose."""
+        chosen = torch.randperm(len(kept), generator=seeded(self.config.seed, purpose))[:num]
+        for images, _ in self.batches(split, np.sort(kept[chosen.numpy()])):
+            yield images
+
     def statistics_batches(self, split: Split, kept: np.ndarray) -> Iterator[Tensor]:
-        """A few thousand training images, augmented as in training: black borders belong to what was learned."""
+        """A few thousand training images, augmented as in training: borders belong to what was learned."""
         seed = self.config.seed
         chosen = torch.randperm(len(kept), generator=seeded(seed, "statistics"))[:STATISTICS_IMAGES]
-        for number, (_, images) in enumerate(self._read(split, chunks(np.sort(kept[chosen.numpy()])))):
+        for number, (_, images) in enumerate(self.read(split, np.sort(kept[chosen.numpy()]))):
             if len(images) > 1:
                 images = augment(images, self.config, seeded(seed, "statistics", number * EVALUATION_BATCH))
                 yield self.prepare(images.permute(0, 3, 1, 2))
+
+    def read(self, split: Split, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Images as they are, uint8 [N, H, W, C], in batches, with their indices."""
+        yield from self._read(split, chunks(indices))
 
     def _read(self, split: Split, parts: list[np.ndarray]) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Each part with its images, uint8 [N, H, W, C]."""
         for chosen, pixels in zip(parts, self.workers.read(split, parts), strict=True):
             yield chosen, torch.from_numpy(pixels)
+
+    def _answers(self, chosen: np.ndarray, mirrored: Tensor) -> Tensor | None:
+        if self.answers is None:
+            return None
+        return self.answers[torch.from_numpy(chosen), mirrored.long()].float().to(self.device)
 
     def _labels(self, split: Split, chosen: np.ndarray) -> Tensor:
         return torch.from_numpy(split.labels[chosen]).to(self.device)

@@ -22,6 +22,7 @@ from cnmm._errors import UserError
 from cnmm._files import read_tensors, sync_folder, to_bytes, write_atomically, write_json
 from cnmm.mixture import Mixture
 from cnmm.run_folder import CHECKPOINTS
+from cnmm.training.optim import Optimizer
 
 STATE_FILE = "state.safetensors"
 
@@ -33,7 +34,7 @@ class Checkpoints:
         self,
         folder: Path,
         model: Mixture,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         average: Mapping[str, Tensor],
         *,
         every_s: float,
@@ -56,9 +57,7 @@ class Checkpoints:
         return restore(self.folder, self.model, self.optimizer, self.average)
 
 
-def save_state(
-    folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor], step: int
-) -> None:
+def save_state(folder: Path, model: Mixture, optimizer: Optimizer, average: Mapping[str, Tensor], step: int) -> None:
     """Writes a checkpoint after `step` steps and removes all but the two newest."""
     parent = folder / CHECKPOINTS
     parent.mkdir(exist_ok=True)
@@ -79,7 +78,7 @@ def save_state(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def restore(folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor]) -> int:
+def restore(folder: Path, model: Mixture, optimizer: Optimizer, average: Mapping[str, Tensor]) -> int:
     """Puts the newest readable checkpoint back and returns its number of steps; 0 if there is none yet."""
     problems = []
     for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
@@ -101,13 +100,8 @@ def restore(folder: Path, model: Mixture, optimizer: torch.optim.Optimizer, aver
     return 0
 
 
-def _state(model: Mixture, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors that a training goes on from, by name; momentum that is not there yet is zero."""
+def _state(model: Mixture, optimizer: Optimizer, average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors that a training goes on from, by name."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     state |= {f"average.{name}": tensor for name, tensor in average.items()}
-    for name, parameter in model.named_parameters():
-        slot = optimizer.state[parameter]
-        if slot.get("momentum_buffer") is None:
-            slot["momentum_buffer"] = torch.zeros_like(parameter)
-        state[f"momentum.{name}"] = slot["momentum_buffer"]
-    return state
+    return state | optimizer.tensors()

@@ -10,6 +10,12 @@ from cnmm._errors import UserError
 from cnmm.config import Device, Gates, is_count
 
 ExitWeights = Literal["linear", "equal"]
+OptimizerName = Literal["sgd", "muon"]
+Schedule = Literal["cosine", "linear"]
+StemInit = Literal["random", "patches"]
+Padding = Literal["black", "reflect"]
+Flips = Literal["random", "alternating"]
+LadderRule = Literal["flow", "damage"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Statistics = Literal["re-estimated", "raw"]
 
@@ -25,17 +31,29 @@ class TrainConfig:
     batch_size: int
     """Images per step."""
     lr: float
-    """Highest learning rate; it falls to zero along a half cosine, step by step."""
+    """Highest learning rate, of SGD or Adam; it falls to zero step by step."""
     warmup: float = 0.0
     """Part of the training over which the learning rate rises linearly."""
+    schedule: Schedule = "cosine"
+    """How the learning rate falls after that: along half a cosine (the paper), or a line."""
+    optimizer: OptimizerName = "sgd"
+    """sgd (the paper), or muon: each edge's matrix turns by the same angle in every step, Adam moves the rest."""
+    matrix_lr: float = 0.03
+    """Highest learning rate of Muon: the length of a step relative to the matrix."""
+    shift_lr: float = 1.0
+    """Learning rate of the shifts in front of activations, as a multiple of the others'."""
+    freeze_out: bool = False
+    """True: leave the last scale and shift of every edge into a map at 1 and 0; its gate is its scale."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD and Muon."""
     nesterov: bool = False
-    """Nesterov's momentum."""
+    """Nesterov's momentum for SGD; Muon always has it."""
     weight_decay: float = 1e-4
     """Weight decay."""
     decay_all: bool = True
     """True: weight decay on everything (the paper); False: not on gates, normalisation, slopes and biases."""
+    stem_init: StemInit = "random"
+    """How the stem starts: random, or patches, the leading eigenvectors of the training images' patches."""
     gates: Gates = "relaxed"
     """What the mixture trains with: samples of the gates (relaxed: the paper), or their expectations."""
     group: int | None = 1
@@ -49,18 +67,34 @@ class TrainConfig:
     ladder_start: float = 1.0
     """Part of the training after which ladder tuning begins: each step also runs one random point; 1: never."""
     ladder_weight: float = 1.0
-    """Weight of that point's loss, half cross-entropy and half distillation from the full mixture's last exit."""
+    """Weight of that point's loss: cross-entropy, and distillation from the full mixture's last exit."""
+    ladder_rule: LadderRule = "flow"
+    """How that point is cut: by flow or flow per mac, or by damage, which is measured when ladder tuning begins."""
+    ladder_labels: float = 0.5
+    """Share of cross-entropy in that loss."""
+    exit_distill: float = 0.0
+    """Share of distillation from the last exit in the losses of the other exits while the ladder is tuned."""
+    teacher: str | None = None
+    """A classifier of the same classes that teaches all exits and ladder points: an ONNX file, or a trained run."""
+    teacher_weight: float = 0.5
+    """Share of its answers where labels are learned; it is asked once, and its answers are stored in the run folder."""
+    teacher_temperature: float = 2.0
+    """Temperature at which answers are compared with the teacher's."""
     clip: float = 0.0
-    """Largest norm of a step's gradient; 0: no limit."""
+    """Largest norm of a step's gradient, but for what Muon moves; 0: no limit."""
     average: float = 0.0
     """Weight of the past in a moving average of the parameters, which becomes the result; 0: no averaging."""
     statistics: Statistics = "re-estimated"
     """Batch statistics of the result: estimated anew by expectation, or the running averages of training (raw: the
     paper)."""
     crop: int = 4
-    """Pixels of black padding before a random crop."""
+    """Pixels of padding before a random crop."""
+    padding: Padding = "black"
+    """What the padding shows: black, or reflect, the image mirrored at its border."""
     flip: bool = True
-    """Mirror images at random."""
+    """Mirror images."""
+    flips: Flips = "random"
+    """When an image is mirrored: at random, or alternating, in every second epoch."""
     val: int = 5000
     """Training images held out to choose points and thresholds; test images are for reporting only."""
     seed: int = 0
@@ -76,6 +110,12 @@ class TrainConfig:
         for field, allowed in {
             "gates": get_args(Gates),
             "exit_weights": get_args(ExitWeights),
+            "schedule": get_args(Schedule),
+            "optimizer": get_args(OptimizerName),
+            "stem_init": get_args(StemInit),
+            "ladder_rule": get_args(LadderRule),
+            "padding": get_args(Padding),
+            "flips": get_args(Flips),
             "precision": get_args(Precision),
             "statistics": get_args(Statistics),
             "device": get_args(Device),
@@ -87,10 +127,11 @@ class TrainConfig:
                 raise UserError(f"{field}={getattr(self, field)!r}: must be a whole number of at least 1")
         if self.batch_size < 2:
             raise UserError("batch_size=1: must be at least 2, for batch statistics")
-        for field in ("lr", "temperature"):
+        for field in ("lr", "matrix_lr", "shift_lr", "temperature", "teacher_temperature"):
             if not getattr(self, field) > 0:
                 raise UserError(f"{field}={getattr(self, field)!r}: must be positive")
-        for field in ("warmup", "momentum", "label_smoothing", "ladder_start", "average"):
+        shares = ("warmup", "momentum", "label_smoothing", "ladder_start", "ladder_labels", "exit_distill")
+        for field in (*shares, "teacher_weight", "average"):
             if not 0 <= getattr(self, field) <= 1:
                 raise UserError(f"{field}={getattr(self, field)!r}: must be between 0 and 1")
         for field in ("val", "crop", "weight_decay", "ladder_weight", "clip", "seed"):

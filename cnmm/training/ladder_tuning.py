@@ -5,24 +5,26 @@ The gates stand still meanwhile, and with them the cutting orders that the point
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from cnmm.config import MixtureConfig
+from cnmm import distributed
 from cnmm.cost import CostTable
+from cnmm.data import DataSet
+from cnmm.evaluation.damage import DAMAGE_IMAGES, measure_orders
 from cnmm.evaluation.search import Candidate
-from cnmm.evaluation.task import task_of
 from cnmm.lattice import OperatingPoint, Rule
 from cnmm.mixture import Mixture
+from cnmm.orders import load_orders, save_orders
 from cnmm.prune import cutting_order
+from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
-from cnmm.training.seeds import seeded
-from cnmm.zoo import Plan
 
-LADDER_RULES: tuple[Rule, ...] = ("flow", "flow_per_mac")
-"""Whose points ladder tuning draws: by flow alone, no point lies between those that lose a whole map in one cut."""
+FLOW_RULES: tuple[Rule, ...] = ("flow", "flow_per_mac")
+"""Whose points are drawn: by flow alone, no point lies between those that lose a whole map in one cut."""
 
 
 def tunes_ladder(model: Mixture, config: TrainConfig, part: float) -> bool:
@@ -30,45 +32,47 @@ def tunes_ladder(model: Mixture, config: TrainConfig, part: float) -> bool:
     return part >= config.ladder_start and model.config.mixing == "gates"
 
 
-def ladder_loss(
-    model: Mixture, x: Tensor, labels: Tensor, teacher: Tensor, config: TrainConfig, at: tuple[int, int]
-) -> Tensor:
-    """Ladder tuning: the loss of one random operating point, taught by the label and by the full mixture.
+class Ladder:
+    """The points that ladder tuning draws from: cutting orders and their costs, found once.
 
-    The pass normalises by its own batch, as a point with re-estimated statistics does, and leaves the full mixture's
-    running statistics alone.
+    Budgets lie between the first exit's macs and the full mixture's, evenly on a logarithmic scale. The point of a
+    budget is the cheapest exit that can spend it all, cut to the budget by a random one of the rules. So hardly any
+    point costs less than the exit before its own: an envelope has hardly any such points.
     """
-    task, point = task_of(model.config), ladder_point(model, config, at)
-    score = model(x, point, update_statistics=False)
-    hard = task.loss(score, labels, label_smoothing=config.label_smoothing)
-    return 0.5 * hard + 0.5 * task.distil(score, teacher)
+
+    def __init__(self, model: Mixture, rules: Sequence[Rule] = FLOW_RULES) -> None:
+        costs, exits = CostTable.of(model.config), model.config.exit_numbers
+        self.full = {exit: costs.exit(exit).macs for exit in exits}
+        self.rungs: list[Mapping[int, Sequence[Candidate]]] = [
+            {
+                exit: [Candidate(point, costs.point(point).macs) for point in cutting_order(model, exit, rule=rule)]
+                for exit in exits
+            }
+            for rule in rules
+        ]
+        """By rule and exit, dearest first."""
+
+    def draw(self, generator: torch.Generator) -> OperatingPoint:
+        """A random point."""
+        rungs = self.rungs[int(torch.randint(len(self.rungs), (), generator=generator))]
+        first, last = min(self.full), max(self.full)
+        least = self.full[first] if first < last else rungs[first][-1].macs
+        budget = least * (self.full[last] / least) ** torch.rand((), generator=generator).item()
+        exit = next(exit for exit, macs in self.full.items() if macs >= budget or exit == last)
+        return next((rung for rung in rungs[exit] if rung.macs <= budget), rungs[exit][-1]).point
 
 
-def ladder_point(model: Mixture, config: TrainConfig, at: tuple[int, int]) -> OperatingPoint:
-    """The point of a random budget: the cheapest exit that can spend it all, cut to the budget by a random rule.
+def start_ladder(model: Mixture, images: Images, data: DataSet, kept: np.ndarray, folder: Path) -> Ladder:
+    """The ladder of the gates as they are; or of damage, measured now unless the run folder has the orders already.
 
-    Budgets lie between the first exit's macs and the full mixture's, evenly on a logarithmic scale. So hardly any point
-    costs less than the exit before its own: an envelope has hardly any such points.
+    Process 0 measures and writes; all read, so that all draw the same points, also when the training goes on later.
     """
-    generator = seeded(config.seed, "ladder", *at)
-    rule = LADDER_RULES[int(torch.randint(len(LADDER_RULES), (), generator=generator))]
-    plan = Plan(model.config, tuple(model.chain.detach().logits))
-    exits, full = model.config.exit_numbers, exit_macs(model.config)
-    least = full[0] if len(full) > 1 else rungs(plan, exits[0], rule)[-1].macs
-    budget = least * (full[-1] / least) ** torch.rand((), generator=generator).item()
-    exit = next(exit for exit, macs in zip(exits, full, strict=True) if macs >= budget or exit == exits[-1])
-    order = rungs(plan, exit, rule)
-    return next((rung for rung in order if rung.macs <= budget), order[-1]).point
-
-
-@lru_cache(maxsize=8)
-def exit_macs(config: MixtureConfig) -> tuple[int, ...]:
-    """Macs of the exits, nothing cut."""
-    return tuple(CostTable.of(config).exit(exit).macs for exit in config.exit_numbers)
-
-
-@lru_cache(maxsize=64)
-def rungs(plan: Plan, exit: int, rule: Rule) -> tuple[Candidate, ...]:
-    """The points of an exit, dearest first: found once while the gates stand still, anew when they have moved."""
-    costs = CostTable.of(plan.config)
-    return tuple(Candidate(point, costs.point(point).macs) for point in cutting_order(plan, exit, rule=rule))
+    if images.config.ladder_rule == "flow":
+        return Ladder(model)
+    if distributed.rank() == 0 and load_orders(folder, model.config) is None:
+        with distributed.paused():
+            batch = torch.cat(list(images.some(data.train, kept, DAMAGE_IMAGES, "damage"))).to(images.dtype)
+            save_orders(folder, measure_orders(model, batch))
+    distributed.wait()
+    model.orders = load_orders(folder, model.config)
+    return Ladder(model, ["damage"])

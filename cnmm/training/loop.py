@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,12 @@ from cnmm.mixture import Mixture
 from cnmm.training.batches import Images, start_workers, steps_per_epoch
 from cnmm.training.checkpoint import Checkpoints
 from cnmm.training.config import TrainConfig
-from cnmm.training.objective import training_loss
-from cnmm.training.optim import Average, make_optimizer, take_step
+from cnmm.training.ladder_tuning import Ladder, start_ladder, tunes_ladder
+from cnmm.training.objective import batch_loss
+from cnmm.training.optim import Average, Optimizer, take_step
 from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result
+from cnmm.training.stem import start_stem, stem_images
+from cnmm.training.teacher import teacher_answers
 
 
 class Stopped(Exception):
@@ -51,35 +55,39 @@ def train(
     kept, held_out = hold_out(data.train.labels, config.val, config.seed)
     steps = steps_per_epoch(config, len(kept))
     device = distributed.pick_device(config.device)
-    optimizer = make_optimizer(model.to(device), config)
+    optimizer = Optimizer(model.to(device), config)
     average = Average(model, config.average)
     checkpoints = Checkpoints(folder, model, optimizer, average.tensors, every_s=save_every_s)
     done = checkpoints.restore() if resume else 0
-    meter = Meter(total=config.epochs * steps, done=done)
+    meter = Meter(model, total=config.epochs * steps, done=done)
     start_log(folder, done)
     model.train()
 
     with start_workers(data, config) as workers:
         images = Images(data, config, device=device, workers=workers)
+        images.answers = teacher_answers(images, data, kept, folder)
+        start_weights(model, average, images, data, kept, done=done)
+        ladder: Ladder | None = None
         for epoch in range(done // steps, config.epochs):
-            losses: list[float] = []
+            meter.begin()
             stop = False
-            for step, x, labels in images.training_batches(data.train, kept, epoch, first=done - epoch * steps):
-                part = done / meter.total
-                loss = training_loss(model, x, labels, config, part=part, at=(epoch, step))
+            for batch in images.training_batches(data.train, kept, epoch, first=done - epoch * steps):
+                step, part = batch.step, done / meter.total
+                if ladder is None and tunes_ladder(model, config, part):
+                    ladder = start_ladder(model, images, data, kept, folder)
+                loss = batch_loss(model, batch, config, epoch=epoch, ladder=ladder)
                 value, stop = agree(loss, should_stop())
                 check_finite(value, config, epoch, step)
-                take_step(model, optimizer, loss, config, part=part)
+                take_step(model, optimizer, loss, config, part=part, norms=meter.gradients)
                 average.update(model)
                 done += 1
-                losses.append(value)
                 on_step(meter.tick(epoch, step, steps, value, config.batch_size))
                 if step + 1 < steps and (stop or checkpoints.due):
                     checkpoints.save(done)
                     if stop:
                         raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
             if distributed.rank() == 0:
-                result = epoch_result(model, images, data, held_out, config, epoch, losses, meter)
+                result = epoch_result(model, images, data, held_out, config, epoch, meter)
                 run_folder.append_log(folder, {"step": done, **asdict(result)})
                 on_epoch(result)
             checkpoints.save(done)
@@ -91,6 +99,15 @@ def train(
                 model = reestimated(model, images.statistics_batches(data.train, kept))
     save_result(model, folder)
     return model.eval()
+
+
+def start_weights(
+    model: Mixture, average: Average, images: Images, data: DataSet, kept: np.ndarray, *, done: int
+) -> None:
+    """What the weights take from the training images before the first step."""
+    if not done and images.config.stem_init == "patches":
+        start_stem(model, images.some(data.train, kept, stem_images(*data.size), "stem"))
+        average.restart(model)
 
 
 def start_log(folder: Path, done: int) -> None:

@@ -10,27 +10,73 @@ from torch import Tensor
 
 from cnmm import distributed
 from cnmm.config import Gates
-from cnmm.evaluation.task import task_of
+from cnmm.evaluation.task import Task, task_of
 from cnmm.mixture import Mixture
+from cnmm.training.batches import Batch
 from cnmm.training.config import TrainConfig
-from cnmm.training.ladder_tuning import ladder_loss, tunes_ladder
+from cnmm.training.ladder_tuning import Ladder
 from cnmm.training.seeds import seeded
 
 
+def batch_loss(model: Mixture, batch: Batch, config: TrainConfig, *, epoch: int, ladder: Ladder | None) -> Tensor:
+    """The loss of a step of the training."""
+    at = (epoch, batch.step)
+    return training_loss(model, batch.images, batch.labels, config, at=at, ladder=ladder, answers=batch.answers)
+
+
 def training_loss(
-    model: Mixture, x: Tensor, labels: Tensor, config: TrainConfig, *, part: float, at: tuple[int, int]
+    model: Mixture,
+    x: Tensor,
+    labels: Tensor,
+    config: TrainConfig,
+    *,
+    at: tuple[int, int],
+    ladder: Ladder | None = None,
+    answers: Tensor | None = None,
 ) -> Tensor:
-    """Eq. (9), the weighted losses of all exits from one sample of the gates; later in training with a ladder point."""
+    """Eq. (9), the weighted losses of all exits from one sample of the gates; with a ladder, also a point of it.
+
+    The pass of the point normalises by its own batch, as a point with re-estimated statistics does, and leaves the full
+    mixture's running statistics alone. `answers`: a teacher's logits for the images.
+    """
     gates, group = draw_gates(model, config, at, len(x))
     logits = model.forward_exits(x, gates=gates, group=group)
-    task, weights = task_of(model.config), exit_weights(list(logits), config)
+    last, weights = max(logits), exit_weights(list(logits), config)
+    lesson = Lesson(task_of(model.config), config, labels, logits[last].detach(), answers)
     total = torch.zeros((), device=x.device)
     for exit, score in logits.items():
-        total = total + weights[exit] * task.loss(score, labels, label_smoothing=config.label_smoothing)
-    if tunes_ladder(model, config, part):
-        teacher = logits[max(logits)].detach()
-        total = total + config.ladder_weight * ladder_loss(model, x, labels, teacher, config, at)
+        distilled = config.exit_distill if ladder and exit < last else 0.0
+        total = total + weights[exit] * lesson.loss(score, distilled)
+    if ladder:
+        point = ladder.draw(seeded(config.seed, "ladder", *at))
+        score = model(x, point, update_statistics=False)
+        total = total + config.ladder_weight * lesson.loss(score, 1 - config.ladder_labels)
     return total
+
+
+class Lesson:
+    """What there is to learn about the images of a step: labels, a teacher's answers, and those of the last exit."""
+
+    def __init__(
+        self, task: Task, config: TrainConfig, labels: Tensor, best: Tensor, answers: Tensor | None = None
+    ) -> None:
+        self.task, self.config, self.labels, self.best, self.answers = task, config, labels, best, answers
+
+    def loss(self, score: Tensor, distilled: float) -> Tensor:
+        """Of an exit's or a point's answers: a share is distillation from the last exit."""
+        if distilled == 0:
+            return self._taught(score)
+        soft = self.task.distil(score, self.best)
+        return soft if distilled == 1 else (1 - distilled) * self._taught(score) + distilled * soft
+
+    def _taught(self, score: Tensor) -> Tensor:
+        """By the labels, and by the teacher if there is one."""
+        hard = self.task.loss(score, self.labels, label_smoothing=self.config.label_smoothing)
+        if self.answers is None:
+            return hard
+        share, t = self.config.teacher_weight, self.config.teacher_temperature
+        soft = t * t * self.task.distil(score.float() / t, self.answers / t)  # gradients as large at any temperature
+        return (1 - share) * hard + share * soft
 
 
 def draw_gates(model: Mixture, config: TrainConfig, at: tuple[int, int], num: int) -> tuple[Gates | Tensor, int | None]:

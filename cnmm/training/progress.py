@@ -14,7 +14,7 @@ from cnmm.evaluation.task import task_of
 from cnmm.mixture import Mixture
 from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
-from cnmm.training.optim import learning_rate
+from cnmm.training.optim import GradientNorms, learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +47,33 @@ class EpochResult:
     metric: str
     quality: dict[int, float]
     """By that metric, per exit, on the held-out images; empty if none are held out."""
+    gradients: dict[str, float]
+    """Root mean square over the steps of the norm of the gradient before clipping: of the stem, every block, ..."""
 
 
 class Meter:
     """Images per second and time left, from a moving average of the time of a step."""
 
-    def __init__(self, total: int, done: int) -> None:
+    def __init__(self, model: Mixture, total: int, done: int) -> None:
         self.total, self.done = total, done
         self.step_s: float | None = None
         self.images_per_s = 0.0
+        self.losses: list[float] = []
+        self.gradients = GradientNorms(model)
+        """Both of the steps of this epoch."""
         self.last = time.monotonic()
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self.losses = []
+        self.gradients.restart()
 
     def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int) -> Progress:
         now = time.monotonic()
         elapsed, self.last = now - self.last, now
         self.step_s = elapsed if self.step_s is None else 0.95 * self.step_s + 0.05 * elapsed
         self.done += 1
+        self.losses.append(loss)
         self.images_per_s = batch / self.step_s
         return Progress(
             epoch=epoch,
@@ -82,7 +93,6 @@ def epoch_result(
     held_out: np.ndarray,
     config: TrainConfig,
     epoch: int,
-    losses: list[float],
     meter: Meter,
 ) -> EpochResult:
     """Quality of every exit on the held-out images with the running statistics, and the state of the gates."""
@@ -94,12 +104,13 @@ def epoch_result(
         meter.last = time.monotonic()
     return EpochResult(
         epoch=epoch + 1,
-        loss=sum(losses) / len(losses),
+        loss=sum(meter.losses) / len(meter.losses),
         lr=learning_rate(config, (epoch + 1) / config.epochs),
         images_per_s=meter.images_per_s,
         entropy=gate_entropy(model),
         metric=metric,
         quality=quality,
+        gradients=meter.gradients.means(),
     )
 
 

@@ -19,24 +19,17 @@ HEAVY = ("torch", "numpy", "matplotlib", "onnxruntime", "openvino", "safetensors
 VARIANT = {"--blocks", "--scales", "--channels", "--stem-stride", "--exits", "--mixing", "--gate-init"}
 OPTIONS = {
     "models": {"--json", "--debug"},
-    "info": VARIANT | {"--num-classes", "--in-chans", "--input-size", "--json", "--debug"},
+    "info": VARIANT | {"--learning", "--num-classes", "--in-chans", "--input-size", "--json", "--debug"},
     "draw": VARIANT | {"--num-classes", "--in-chans", "--input-size", "--json", "--debug", "-o", "--out", "--point"},
     "train": VARIANT
     | {
         *("--data", "-o", "--out", "--model", "--recipe", "--init", "--resume", "--skip-bad", "--json", "--debug"),
         *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
         *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
-        *(
-            "--ladder-weight",
-            "--clip",
-            "--average",
-            "--statistics",
-            "--crop",
-            "--flip",
-            "--val",
-            "--seed",
-            "--precision",
-        ),
+        *("--optimizer", "--matrix-lr", "--shift-lr", "--freeze-out", "--schedule", "--stem-init"),
+        *("--ladder-weight", "--ladder-rule", "--ladder-labels", "--exit-distill", "--clip", "--average"),
+        *("--teacher", "--teacher-weight", "--teacher-temperature"),
+        *("--crop", "--padding", "--flip", "--flips", "--val", "--seed", "--precision"),
         *("--statistics", "--device", "--workers"),
     },
     "evaluate": {

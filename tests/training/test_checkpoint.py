@@ -8,7 +8,7 @@ import cnmm
 from cnmm import run_folder
 from cnmm.training import checkpoint
 from cnmm.training.config import TrainConfig
-from cnmm.training.optim import make_optimizer
+from cnmm.training.optim import Optimizer
 from tests.training.helpers import lines, new_model, same, small_config, weights
 
 
@@ -23,7 +23,7 @@ def test_the_log_is_cut_back_to_the_checkpoint(tmp_path):
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
     model, config = new_model(), small_config()
-    optimizer = make_optimizer(model, config)
+    optimizer = Optimizer(model, config)
     checkpoint.save_state(tmp_path, model, optimizer, {}, 1)
     expected = {name: tensor.clone() for name, tensor in weights(model).items()}
     with torch.no_grad():
@@ -33,18 +33,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
     newest = tmp_path / "checkpoints" / "step-00000003" / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
     fresh = new_model(seed=5)
-    assert checkpoint.restore(tmp_path, fresh, make_optimizer(fresh, config), {}) == 2
+    assert checkpoint.restore(tmp_path, fresh, Optimizer(fresh, config), {}) == 2
     assert same(weights(fresh), weights(model))
     assert not same(weights(fresh), expected)
     older = tmp_path / "checkpoints" / "step-00000002" / "state.safetensors"
     older.write_bytes(b"")
     with pytest.raises(ValueError, match="no checkpoint can be read"):
-        checkpoint.restore(tmp_path, fresh, make_optimizer(fresh, config), {})
+        checkpoint.restore(tmp_path, fresh, Optimizer(fresh, config), {})
 
 
 def test_a_full_disk_leaves_earlier_checkpoints(tmp_path, monkeypatch):
     model, config = new_model(), small_config()
-    optimizer = make_optimizer(model, config)
+    optimizer = Optimizer(model, config)
     checkpoint.save_state(tmp_path, model, optimizer, {}, 1)
 
     def fail(_):

@@ -12,6 +12,7 @@ from cnmm.chain import Chain
 from cnmm.cli.main import main
 from cnmm.evaluation.statistics import reestimated
 from cnmm.training.batches import Images
+from cnmm.training.ladder_tuning import Ladder
 from cnmm.training.loop import train
 from cnmm.training.objective import training_loss
 from cnmm.training.optim import Average
@@ -59,11 +60,11 @@ def test_one_device_is_able_to_fail():
 def test_a_step_stays_on_the_models_device(monkeypatch, gates, group, dtype):
     """Everything that a pass, its ladder point and its backward make is where the model is."""
     model = elsewhere(new_model().train(), monkeypatch)
-    config = small_config(gates=gates, group=group, ladder_start=0.0)
+    config, ladder = small_config(gates=gates, group=group), Ladder(model)
     x, labels = torch.empty(6, 1, 28, 28, device="meta", dtype=dtype), torch.zeros(6, device="meta", dtype=torch.long)
     for step in range(2):
         with OneDevice():
-            loss = training_loss(model, x, labels, config, part=0.5, at=(0, step))
+            loss = training_loss(model, x, labels, config, at=(0, step), ladder=ladder)
             loss.backward()
         assert loss.device.type == "meta"
     assert {parameter.grad.device.type for parameter in model.parameters() if parameter.grad is not None} == {"meta"}
@@ -87,7 +88,7 @@ def test_images_and_optimizer_follow_the_device():
     data, config = small_data(), small_config()
     images = Images(data, config, device="meta")
     ((x, labels),) = images.batches(data.test, np.arange(4))
-    _, trained, targets = next(images.training_batches(data.train, np.arange(100), 0))
+    _, trained, targets, *_ = next(images.training_batches(data.train, np.arange(100), 0))
     moments = next(images.statistics_batches(data.train, np.arange(100)))
     assert {tensor.device.type for tensor in (x, labels, trained, targets, moments)} == {"meta"}
     assert {tensor.device.type for tensor in Average(new_model().to("meta"), 0.5).tensors.values()} == {"meta"}

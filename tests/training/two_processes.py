@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from cnmm import create_model, distributed
+from cnmm.training.ladder_tuning import Ladder, tunes_ladder
 from cnmm.training.objective import training_loss
-from cnmm.training.optim import average_gradients
+from cnmm.training.optim import Optimizer, average_gradients
 from cnmm.training.recipes import recipe
 
 BATCH = 8
@@ -36,6 +37,7 @@ def compare(name, options):
     ):
         if config is not None and alone.config.task == "segmentation":
             continue
+        ladder = Ladder(alone) if config is not None and tunes_ladder(alone, config, 0.5) else None
         for model, part in ((alone, slice(None)), (together, half)):
             model.zero_grad()
             if model is alone:
@@ -43,18 +45,26 @@ def compare(name, options):
                     loss = (
                         scores(model, x, labels)
                         if config is None
-                        else training_loss(model, x, labels, config, part=1.0, at=(0, 0))
+                        else training_loss(model, x, labels, config, at=(0, 0), ladder=ladder)
                     )
                     loss.backward()
             else:
                 loss = (
                     scores(model, x[part], labels[part])
                     if config is None
-                    else training_loss(model, x[part], labels[part], config, part=1.0, at=(0, 0))
+                    else training_loss(model, x[part], labels[part], config, at=(0, 0), ladder=ladder)
                 )
                 loss.backward()
                 average_gradients(model)
         check(alone, together)
+    for options in ({}, {"optimizer": "muon", "freeze_out": True, "shift_lr": 2.0, "clip": 0.1}):
+        config = recipe("quick", batch_size=BATCH, lr=0.01, warmup=0.0, precision="float32", **options)
+        for model in (alone, together):  # the gradients are still there, and those of `together` are averaged
+            optimizer = Optimizer(model, config)
+            optimizer.clip()
+            optimizer.step(0.5)
+        for (name, a), (_, b) in zip(alone.named_parameters(), together.named_parameters(), strict=True):
+            assert (a - b).norm() < 1e-6 * (1 + a.norm()), name
 
 
 def check(alone, together):
