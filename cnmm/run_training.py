@@ -24,6 +24,7 @@ from cnmm.training.config import TrainConfig
 from cnmm.training.loop import train as run_loop
 from cnmm.training.progress import EpochResult, Progress
 from cnmm.training.recipes import recipe as find_recipe
+from cnmm.training.recipes import recipe_variant
 from cnmm.training.teacher import ANSWERS_FILE, open_teacher
 from cnmm.zoo import create_model, model_plan
 
@@ -66,7 +67,9 @@ def train(
     if init:  # trained weights are not to be replaced
         config = dataclasses.replace(config, stem_init="random")
     torch.manual_seed(config.seed)
-    mixture = _initial(init, model, images, variant) if init else _new_model(model, images, variant)
+    mixture = (
+        _initial(init, model, images, variant) if init else _new_model(model, images, recipe_variant(recipe) | variant)
+    )
     going_on = resume or distributed.restarted()
     if config.teacher and not (going_on and (Path(out) / ANSWERS_FILE).exists()):
         open_teacher(config.teacher, images)  # if it does not fit, before anything is written

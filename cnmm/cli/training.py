@@ -33,7 +33,7 @@ class Train:
     model: Annotated[str | None, arg(help_behavior_hint="(default: fits the images)")] = None
     """A model of the zoo."""
     recipe: str = DEFAULT_RECIPE
-    """quick, cifar10 or cifar100 (the paper's): the defaults of the training options below."""
+    """quick, long, cifar10 or cifar100 (the paper's): the defaults of the training options below."""
     init: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="(default: train from scratch)")] = None
     """Start from the weights of a trained run; its classes may differ."""
     resume: Annotated[bool, NO_HINT] = False

@@ -15,7 +15,7 @@ Schedule = Literal["cosine", "linear"]
 StemInit = Literal["random", "patches"]
 Padding = Literal["black", "reflect"]
 Flips = Literal["random", "alternating"]
-LadderRule = Literal["flow", "damage"]
+LadderRule = Literal["flow", "damage", "all"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Statistics = Literal["re-estimated", "raw"]
 
@@ -69,7 +69,7 @@ class TrainConfig:
     ladder_weight: float = 1.0
     """Weight of that point's loss: cross-entropy, and distillation from the full mixture's last exit."""
     ladder_rule: LadderRule = "flow"
-    """How that point is cut: by flow or flow per mac, or by damage, which is measured when ladder tuning begins."""
+    """How that point is cut: by flow or flow per mac, by damage (measured when the tuning begins), or by all three."""
     ladder_labels: float = 0.5
     """Share of cross-entropy in that loss."""
     exit_distill: float = 0.0

@@ -63,7 +63,7 @@ class Ladder:
 
 
 def start_ladder(model: Mixture, images: Images, data: DataSet, kept: np.ndarray, folder: Path) -> Ladder:
-    """The ladder of the gates as they are; or of damage, measured now unless the run folder has the orders already.
+    """The ladder of the gates as they are, of damage, or of both; damage is measured unless the run folder has orders.
 
     Process 0 measures and writes; all read, so that all draw the same points, also when the training goes on later.
     """
@@ -75,4 +75,4 @@ def start_ladder(model: Mixture, images: Images, data: DataSet, kept: np.ndarray
             save_orders(folder, measure_orders(model, batch))
     distributed.wait()
     model.orders = load_orders(folder, model.config)
-    return Ladder(model, ["damage"])
+    return Ladder(model, ["damage"] if images.config.ladder_rule == "damage" else [*FLOW_RULES, "damage"])

@@ -43,7 +43,7 @@ def test_every_field_has_a_help_text():
 def test_a_flag_that_repeats_its_default_overrides_nothing():
     flags = parse(training_flags("cifar10"), "--epochs", "300", "--lr", "0.2", "--flip", "True", "--nesterov", "True")
     assert flags.given() == {"lr": 0.2, "nesterov": True}
-    flags = parse(training_flags("quick"), "--nesterov", "True", "--gates", "expectation", "--group", "4")
+    flags = parse(training_flags("quick"), "--optimizer", "muon", "--gates", "expectation", "--group", "4")
     assert flags.given() == {"group": 4}
     flags = parse(model_flags(), "--blocks", "6", "--exits", "last", "--input-size", "32", "48")
     assert flags.given() == {"blocks": 6, "exits": "last", "input_size": (32, 48)}
@@ -75,7 +75,7 @@ def test_help_shows_the_values_of_the_recipe(capsys):
     quick, paper = (help_page(capsys, "train", *args) for args in ([], ["--recipe", "cifar10"]))
     for field, text in field_texts(TrainConfig).items():
         assert text in quick or field == "recipe"
-    for page, epochs, lr, gates in ((quick, 14, 0.2, "expectation"), (paper, 300, 0.1, "relaxed")):
+    for page, epochs, lr, gates in ((quick, 14, 0.004, "expectation"), (paper, 300, 0.1, "relaxed")):
         assert f"--epochs INT Passes over the training images. (default: {epochs})" in page
         assert re.search(rf"--lr FLOAT [^-]*\(default: {lr}\)", page)
         assert re.search(rf"--gates {{expectation,relaxed,hard}} [^-]*\(default: {gates}\)", page)
@@ -85,7 +85,7 @@ def test_help_shows_the_values_of_the_recipe(capsys):
 
 def test_unknown_recipes_and_values_are_refused(capsys):
     assert main(["train", "--data", "fashion", "--out", "x", "--recipe", "slow"]) == 2
-    assert capsys.readouterr().err == "cnmm: unknown recipe 'slow': must be one of quick, cifar10, cifar100\n"
+    assert capsys.readouterr().err == "cnmm: unknown recipe 'slow': must be one of quick, long, cifar10, cifar100\n"
     assert main(["train", "--data", "fashion", "--out", "x", "--exits", "first"]) == 2
     assert "invalid choice 'first' for argument '--exits'" in capsys.readouterr().err
     assert main(["train", "--data", "fashion", "--out", "x", "--recipe", "--json"]) == 2

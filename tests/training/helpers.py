@@ -10,9 +10,28 @@ import cnmm
 from cnmm.data import ArraySplit, DataSet, fashion_sample
 from cnmm.training.recipes import recipe
 
+SGD = {
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "nesterov": True,
+    "clip": 1.0,
+    "schedule": "cosine",
+    "label_smoothing": 0.0,
+    "shift_lr": 1.0,
+    "freeze_out": False,
+    "stem_init": "random",
+    "padding": "black",
+    "flips": "random",
+    "crop": 4,
+    "ladder_rule": "flow",
+    "ladder_labels": 0.5,
+    "exit_distill": 0.0,
+}
+"""What `quick` was before Muon: the plainest training."""
+
 
 def small_config(**options):
-    return recipe("quick", **{"epochs": 2, "batch_size": 16, "val": 20, "lr": 0.05, **options})
+    return recipe("quick", **{"epochs": 2, "batch_size": 16, "val": 20, **SGD, **options})
 
 
 def small_data(num=100):

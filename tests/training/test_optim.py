@@ -6,7 +6,7 @@ from cnmm.training.loop import train
 from cnmm.training.objective import training_loss
 from cnmm.training.optim import Average, Optimizer, learning_rate, small_parameters, take_step
 from cnmm.training.recipes import recipe
-from tests.training.helpers import new_model, same, small_config, small_data, weights
+from tests.training.helpers import SGD, new_model, same, small_config, small_data, weights
 
 
 def test_learning_rate_rises_and_falls_to_zero():
@@ -25,7 +25,7 @@ def test_weight_decay_spares_gates_normalisation_slopes_and_biases(name, options
         model = cnmm.create_model(name, **options)
     everything = Optimizer(model, recipe("cifar10"))
     assert [group["weight_decay"] for group in everything.rest.param_groups] == [1e-4]
-    decayed, plain = Optimizer(model, recipe("quick", optimizer="sgd")).rest.param_groups
+    decayed, plain = Optimizer(model, recipe("quick", **SGD)).rest.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (5e-4, 0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     spared = {names[id(parameter)] for parameter in plain["params"]}
