@@ -21,6 +21,7 @@ from cnmm._files import write_atomically, write_json
 from cnmm.cascade import Cascade
 from cnmm.config import Preprocessing
 from cnmm.frontier import LADDER_FILE, Frontier
+from cnmm.pretrained import resolve
 
 IMAGE, PROBABILITIES = "image", "probabilities"
 """The tensor that enters a network, uint8 [N, H, W, C], and the one that leaves it, float32 [N, classes]."""
@@ -97,12 +98,12 @@ class Ladder:
 
 def is_ladder(path: str | Path) -> bool:
     """Does this look like a ladder folder?"""
-    return (Path(path) / LADDER_FILE).is_file()
+    return (resolve(path, ladder=True) / LADDER_FILE).is_file()
 
 
 def read_ladder(folder: str | Path) -> Ladder:
     """Reads and checks the manifest of a ladder folder; the ONNX files are read later."""
-    folder = Path(folder)
+    folder = resolve(folder, ladder=True)
     path = folder / LADDER_FILE
     try:
         data = json.loads(path.read_text("utf-8"))

@@ -43,6 +43,7 @@ from cnmm.ladder import Ladder, read_ladder
 from cnmm.lattice import OperatingPoint, Orders
 from cnmm.mixture import Mixture
 from cnmm.orders import save_orders
+from cnmm.pretrained import resolve
 from cnmm.prune import named_point
 from cnmm.run_folder import is_run, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
@@ -101,8 +102,8 @@ class Run:
     """A run folder. Its parts are read when they are first asked for."""
 
     def __init__(self, folder: str | Path, *, data: str | None = None) -> None:
-        """`data`: where the images are now, if not where the run says."""
-        self.folder = Path(folder)
+        """`folder`: or the name of a trained model. `data`: where the images are now, if not where the run says."""
+        self.folder = resolve(folder)
         if not is_run(folder):
             raise UserError(f"{folder}: not a run folder; make one with: cnmm train --out {folder} ...")
         self.about: dict[str, Any] = read_config(folder)

@@ -13,7 +13,8 @@ from cnmm._files import FORMAT_VERSION, check_version, read_tensors, to_bytes, w
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.lattice import build_lattice
 from cnmm.orders import load_orders
-from cnmm.zoo import Plan, require_torch
+from cnmm.plan import Plan, require_torch
+from cnmm.pretrained import list_pretrained, resolve
 
 if TYPE_CHECKING:
     from cnmm.mixture import Mixture
@@ -25,8 +26,8 @@ CHECKPOINTS = "checkpoints"
 
 
 def is_run(path: str | Path) -> bool:
-    """Does this look like a run folder?"""
-    return (Path(path) / CONFIG_FILE).is_file()
+    """Does this look like a run folder, or is it the name of a trained model?"""
+    return (resolve(path) / CONFIG_FILE).is_file()
 
 
 def save(model: Mixture, folder: str | Path, **about: Any) -> None:
@@ -86,7 +87,8 @@ def cut_log(folder: Path, step: int) -> None:
 
 
 def load(folder: str | Path) -> Mixture:
-    """The mixture of a run folder, in eval mode."""
+    """The mixture of a run folder, in eval mode; or that of a trained model by name, such as `cnmm_b6s3.cifar10`."""
+    folder = resolve(folder)
     config = load_config(folder)
     model: Mixture = require_torch().Mixture(config)
     state = _read_weights(folder, "pt")
@@ -124,6 +126,7 @@ def load_preprocessing(folder: str | Path) -> Preprocessing | None:
 
 def load_plan(folder: str | Path) -> Plan:
     """Config and gates of a run folder, without its other weights and without torch."""
+    folder = resolve(folder)
     config = load_config(folder)
     if config.mixing == "sum":
         return Plan(config)
@@ -147,11 +150,11 @@ def load_config(folder: str | Path) -> MixtureConfig:
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """All of a run folder's config.json: the model and, if it was trained, how and on what."""
-    path = Path(folder) / CONFIG_FILE
+    path = resolve(folder) / CONFIG_FILE
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{folder}: not a run folder ({CONFIG_FILE} is missing)") from None
+        raise UserError(f"{folder}: not a run folder ({CONFIG_FILE} is missing){_names(folder)}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
@@ -161,6 +164,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return data
+
+
+def _names(folder: str | Path) -> str:
+    """What to say where a trained model's name may have been meant."""
+    if len(Path(folder).parts) > 1:
+        return ""
+    return f", nor one of the trained models: {', '.join(list_pretrained()) or 'none is at hand'}"
 
 
 def _read_weights(folder: str | Path, framework: str, only: str | None = None) -> dict[str, Any]:

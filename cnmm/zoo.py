@@ -6,36 +6,19 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from cnmm._errors import INSTALL_TRAIN, UserError
-from cnmm.chain import Chain, initial_logits
+from cnmm._errors import UserError
 from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
-from cnmm.lattice import Orders, build_lattice
+from cnmm.plan import Plan, require_torch
+from cnmm.pretrained import pretrained as find_pretrained
+from cnmm.run_folder import load
 
 if TYPE_CHECKING:
     from cnmm.mixture import Mixture
 
 _REGISTRY: dict[str, Callable[[], MixtureConfig]] = {}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A model without its weights: its config and its distribution over networks. Needs no torch."""
-
-    config: MixtureConfig
-    logits: tuple[float, ...] | None = None
-    """Trained gate logits; None: those before training."""
-    orders: Orders | None = dataclasses.field(default=None, compare=False)
-    """Measured cutting orders, if there are any."""
-
-    @cached_property
-    def chain(self) -> Chain:
-        lattice = build_lattice(self.config)
-        return Chain(lattice, self.logits or initial_logits(lattice, self.config.gate_init))
 
 
 def register_model(function: Callable[[], MixtureConfig]) -> Callable[[], MixtureConfig]:
@@ -68,22 +51,26 @@ def model_plan(name: str, **overrides: Any) -> Plan:
     return Plan(dataclasses.replace(config, **overrides))
 
 
-def create_model(name: str, **overrides: Any) -> Mixture:
-    """Builds an untrained model by name: `create_model("cnmm_b6s3", num_classes=100)`."""
+def create_model(name: str, *, pretrained: bool = False, **overrides: Any) -> Mixture:
+    """Builds a model by name: `create_model("cnmm_b6s3", num_classes=100)`.
+
+    `pretrained` loads trained weights: the name is then `MODEL.DATA`, such as `cnmm_b6s3.cifar10`, or `MODEL` where it
+    was trained on one data set only.
+    """
+    if pretrained:
+        return _unchanged(load(find_pretrained(name)), overrides)
     plan = model_plan(name, **overrides)
     model: Mixture = require_torch().Mixture(plan.config)
     return model
 
 
-def require_torch() -> Any:
-    """The module that needs torch, or one line that says how to install it."""
-    try:
-        from cnmm import mixture
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise UserError(f"this needs torch, which is not installed; install it with: {INSTALL_TRAIN}") from None
-    return mixture
+def _unchanged(model: Mixture, overrides: dict[str, Any]) -> Mixture:
+    model_plan(model.config.name, **overrides)
+    for field, value in overrides.items():
+        fixed = getattr(model.config, field)
+        if value != fixed:
+            raise UserError(f"{field}={value!r}: the trained model has {fixed!r}; to change it: cnmm train --init")
+    return model
 
 
 def _check_name(name: str) -> None:

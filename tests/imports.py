@@ -16,6 +16,8 @@ PAPER = {
     "cost",
     "prune",
     "orders",
+    "plan",
+    "pretrained",
     "distributed",
     "fused",
     "blocks",

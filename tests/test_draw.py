@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from cnmm import create_model, cutting_order, list_models, model_plan, named_point
 from cnmm.cost import short_count
 from cnmm.draw import _Scene, check_suffix, draw_lattice, save_picture
-from cnmm.zoo import Plan
+from cnmm.plan import Plan
 from tests.helpers import python
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import cnmm
 from cnmm.run import Run
@@ -34,3 +35,33 @@ def test_it_becomes_a_ladder_without_images(tmp_path, folder):
         assert session.classes[0] == "airplane"
         answer = session.predict(images, average_macs="40%")
     assert np.allclose(answer.probabilities.sum(1), 1, atol=1e-5)
+
+
+def test_a_trained_model_has_a_name():
+    by_name, by_folder = cnmm.load("cnmm_b6s3.cifar10"), cnmm.load(MODELS / "cnmm_b6s3.cifar10")
+    created = cnmm.create_model("cnmm_b6s3", pretrained=True, num_classes=10)
+    for model in (by_name, created):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_folder.parameters(), strict=True))
+    assert Run("cnmm_b6s3.cifar10").folder == MODELS / "cnmm_b6s3.cifar10"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: cnmm.load("cnmm_b6s3.cifar1"), "nor one of the trained models: .*cnmm_b6s3.cifar10"),
+        (lambda: cnmm.load("no/cnmm_b6s3.cifar10"), r"not a run folder \(config.json is missing\)$"),
+        (lambda: cnmm.create_model("cnmm_b12s3", pretrained=True), "unknown trained model 'cnmm_b12s3': at hand are"),
+        (lambda: cnmm.create_model("cifar10", pretrained=True), "more than one, cnmm_b4s3.cifar10, cnmm_b6s3.cifar10"),
+        (lambda: cnmm.create_model("cnmm_b6s3", pretrained=True, num_classes=7), "num_classes=7: .* has 10"),
+        (lambda: cnmm.create_model("cnmm_b6s3", pretrained=True, wdth=7), "unknown option 'wdth'"),
+    ],
+)
+def test_what_is_no_trained_model_is_said(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_folder_of_the_same_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cnmm.save(cnmm.create_model("cnmm_tiny"), "cnmm_b6s3.cifar10")
+    assert cnmm.load("cnmm_b6s3.cifar10").config.name == "cnmm_tiny"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cnmm import CostTable, create_model, cutting_order, list_models, model_plan, named_point
 from cnmm.chain import Chain, count_networks
-from cnmm.zoo import Plan
+from cnmm.plan import Plan
 
 RULES = ["flow", "flow_per_mac"]
 

@@ -12,7 +12,7 @@ from cnmm.cli.budgets import MetricName
 from cnmm.cli.terminal import NO_HINT, Common, percent, print_table, say
 from cnmm.config import Device
 from cnmm.frontier import metric_words
-from cnmm.zoo import require_torch
+from cnmm.plan import require_torch
 
 if TYPE_CHECKING:
     from cnmm.run import Evaluation

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 from cnmm._errors import UserError
 from cnmm.cli.terminal import NO_HINT, Bar, Common, cells, percent, point_row, print_table, say
 from cnmm.frontier import metric_words
-from cnmm.zoo import require_torch
+from cnmm.plan import require_torch
 
 RunFolder = Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
 BudgetText = Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="(default: nothing cut)")]

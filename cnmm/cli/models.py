@@ -15,9 +15,11 @@ from cnmm.cli.terminal import NO_HINT, Common, print_table, say
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import check_suffix, draw_lattice, save_picture
 from cnmm.lattice import OperatingPoint
+from cnmm.plan import Plan, require_torch
+from cnmm.pretrained import list_pretrained, resolve
 from cnmm.prune import named_point
 from cnmm.run_folder import CONFIG_FILE, is_run, load_plan
-from cnmm.zoo import Plan, describe_model, list_models, model_plan, num_networks, require_torch, summary
+from cnmm.zoo import describe_model, list_models, model_plan, num_networks, summary
 
 ModelFlags = Annotated[Flags, arg(constructor_factory=model_flags)]
 ModelName = Annotated[Positional[str], arg(metavar="MODEL|RUN", help_behavior_hint="")]
@@ -35,7 +37,8 @@ class Models:
         names = list_models(self.pattern)
         if not names:
             raise UserError(f"no model's name contains {self.pattern!r}; the zoo has {', '.join(list_models())}")
-        return {"models": [summary(model_plan(name)) | {"description": describe_model(name)} for name in names]}
+        models = [summary(model_plan(name)) | {"description": describe_model(name)} for name in names]
+        return {"models": models, "trained": [name for name in list_pretrained() if self.pattern in name]}
 
     def show(self, answer: dict[str, Any]) -> None:
         columns = ("model", "maps", "edges", "networks", "macs", "params", "input", "description")
@@ -45,6 +48,8 @@ class Models:
             rows.append((row["model"], row["maps"], row["edges"], *counts, shape_text(row), row["description"]))
         print_table(columns, rows, left=("model", "description"))
         say("edges include the stem and the edges into the output; macs are for one image")
+        if answer["trained"]:
+            say(f"trained models at hand, usable in place of a run folder: {', '.join(answer['trained'])}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class Info:
     """Show maps, edges, networks, macs and params of a model and of each exit."""
 
     model: ModelName
-    """Name of a zoo model, or a run folder."""
+    """Name of a zoo model, a run folder, or a trained model such as cnmm_b6s3.cifar10."""
     learning: Annotated[bool, NO_HINT] = False
     """Show what a run has learned: share of every block, how far gates moved, gradients (needs torch)."""
     overrides: ModelFlags
@@ -95,7 +100,7 @@ class Draw:
     """Draw a model, or one of its operating points: edge width shows how many networks use the edge."""
 
     model: ModelName
-    """Name of a zoo model, or a run folder."""
+    """Name of a zoo model, a run folder, or a trained model such as cnmm_b6s3.cifar10."""
     out: Annotated[Path, arg(aliases=["-o"], metavar="FILE")]
     """The picture to write: .svg or .png."""
     point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: nothing cut)")] = None
@@ -162,7 +167,7 @@ def find_model(name: str, given: dict[str, Any]) -> tuple[Plan, Path | None]:
             raise UserError(f"{flag} {given[field]}: {name} is a run folder, and its model is fixed; remove {flag}")
         if name in zoo:
             say(f"{name} is both a run folder and a zoo model; using the run folder")
-        return load_plan(path), path
+        return load_plan(path), resolve(path)
     if name not in zoo and path.exists():
         raise UserError(f"{name}: not a run folder ({CONFIG_FILE} missing); `cnmm models` lists the models of the zoo")
     if name not in zoo and len(path.parts) > 1:

@@ -14,9 +14,10 @@ from cnmm._errors import UserError
 from cnmm.cli.terminal import NO_HINT, Bar, Common, print_table, say
 from cnmm.cost import short_count
 from cnmm.ladder import is_ladder
+from cnmm.plan import require_torch
+from cnmm.pretrained import resolve
 from cnmm.run_folder import is_run
 from cnmm.runtime.latency import LATENCY_FILE, RuntimeName, check_runtime
-from cnmm.zoo import require_torch
 
 Source = Annotated[Positional[Path], arg(metavar="RUN|LADDER", help_behavior_hint="")]
 Threads = Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all usable cores)")]
@@ -27,7 +28,7 @@ class Predict:
     """Classify images at a budget, by confidence, or before a deadline."""
 
     source: Source
-    """A ladder folder, or a run folder where torch is installed."""
+    """A ladder folder, a trained model such as fashion, or a run folder where torch is installed."""
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE...", help_behavior_hint="")]
     """Image files of any size."""
     budget: Annotated[str | None, arg(metavar="B", help_behavior_hint="(default: the best point)")] = None
@@ -56,7 +57,12 @@ class Predict:
 
         with ladder_of(self.source) as folder:
             answer = predict_once(
-                folder, self.images, runtime=self.runtime, threads=self.threads, latency=self.source, **self.given()
+                folder,
+                self.images,
+                runtime=self.runtime,
+                threads=self.threads,
+                latency=resolve(self.source, ladder=True),
+                **self.given(),
             )
         results = [
             {"file": str(path), "top": [{"label": label, "p": p} for label, p in best], "exit": exit}
@@ -92,7 +98,7 @@ class Bench:
     """Measure the latency of every point on this machine, for budgets such as 25ms."""
 
     source: Source
-    """A ladder folder, or a run folder where torch is installed."""
+    """A ladder folder, a trained model such as fashion, or a run folder where torch is installed."""
     runtime: Annotated[RuntimeName | None, arg(help_behavior_hint="(default: every installed engine)")] = None
     """Inference engine."""
     threads: Threads = None
@@ -116,7 +122,7 @@ class Bench:
                 batch=self.batch,
                 precision=self.precision,
                 seconds=self.seconds,
-                out=self.source,
+                out=resolve(self.source, ladder=True),
                 on_progress=bar.show,
             )
         return measurements[0].to_dict() | {"measurements": [entry.to_dict() for entry in measurements]}
@@ -131,7 +137,8 @@ class Bench:
         columns = ("runtime", "point", "macs", "median ms", "p95 ms", "ms per M macs")
         print_table(columns, rows, left=("runtime", "point"))
         place = f"{answer['machine']['cpu']}, {answer['threads']} of {answer['machine']['cores']} usable cores"
-        say(f"{place}, {answer['precision']}, batch {answer['batch']}; stored in {self.source / LATENCY_FILE}")
+        stored = resolve(self.source, ladder=True) / LATENCY_FILE
+        say(f"{place}, {answer['precision']}, batch {answer['batch']}; stored in {stored}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tyro.conf import arg
 from cnmm.cli.evaluating import evaluation_row, show_exits
 from cnmm.cli.flags import DEFAULT_RECIPE, Flags, asked_recipe, training_flags, variant_flags, with_flags
 from cnmm.cli.terminal import NO_HINT, Bar, Common, say
-from cnmm.zoo import require_torch
+from cnmm.plan import require_torch
 
 if TYPE_CHECKING:
     from cnmm.training.progress import EpochResult, Progress

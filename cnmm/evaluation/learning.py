@@ -20,9 +20,9 @@ from torch import Tensor
 from cnmm._errors import UserError
 from cnmm.lattice import Rule
 from cnmm.mixture import Mixture
+from cnmm.plan import Plan
 from cnmm.prune import cutting_order
 from cnmm.run_folder import LOG_FILE, is_run, load, read_config
-from cnmm.zoo import Plan
 
 INITIALISATION, NORMS = "initialisation", "norms"
 

@@ -83,7 +83,7 @@ class Session:
         latency: str | Path | None = None,
     ) -> None:
         ladder = read_ladder(folder)
-        self.folder = Path(latency or folder)
+        self.folder = Path(latency) if latency else ladder.folder
         self.runtime = runtime
         self.threads = usable_cores() if threads is None else threads
         self.precision = _named_precision(ladder, precision)
@@ -298,7 +298,7 @@ def predict_once(
     batch = to_batch(images, ladder.preprocessing.size, ladder.preprocessing.channels)
     points: list[str] = []
     if asked.keys() <= {"budget", "point"}:
-        points = [_asked_point(ladder, runtime, threads, latency or folder, **asked)]
+        points = [_asked_point(ladder, runtime, threads, latency or ladder.folder, **asked)]
         asked = {"point": points[0]}
     with Session(
         folder, runtime=runtime, threads=threads, points=points, cascade=not points, latency=latency
