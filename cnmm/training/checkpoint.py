@@ -13,18 +13,23 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cnmm import distributed
 from cnmm._errors import UserError
 from cnmm._files import read_tensors, sync_folder, to_bytes, write_atomically, write_json
-from cnmm.mixture import Mixture
 from cnmm.run_folder import CHECKPOINTS
-from cnmm.training.optim import Optimizer
 
 STATE_FILE = "state.safetensors"
+
+
+class State(Protocol):
+    """What moves the parameters: an optimizer whose state is tensors by name."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
 
 
 class Checkpoints:
@@ -33,8 +38,8 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        model: Mixture,
-        optimizer: Optimizer,
+        model: nn.Module,
+        optimizer: State,
         average: Mapping[str, Tensor],
         *,
         every_s: float,
@@ -57,7 +62,7 @@ class Checkpoints:
         return restore(self.folder, self.model, self.optimizer, self.average)
 
 
-def save_state(folder: Path, model: Mixture, optimizer: Optimizer, average: Mapping[str, Tensor], step: int) -> None:
+def save_state(folder: Path, model: nn.Module, optimizer: State, average: Mapping[str, Tensor], step: int) -> None:
     """Writes a checkpoint after `step` steps and removes all but the two newest."""
     parent = folder / CHECKPOINTS
     parent.mkdir(exist_ok=True)
@@ -78,7 +83,7 @@ def save_state(folder: Path, model: Mixture, optimizer: Optimizer, average: Mapp
         shutil.rmtree(old, ignore_errors=True)
 
 
-def restore(folder: Path, model: Mixture, optimizer: Optimizer, average: Mapping[str, Tensor]) -> int:
+def restore(folder: Path, model: nn.Module, optimizer: State, average: Mapping[str, Tensor]) -> int:
     """Puts the newest readable checkpoint back and returns its number of steps; 0 if there is none yet."""
     problems = []
     for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
@@ -100,7 +105,7 @@ def restore(folder: Path, model: Mixture, optimizer: Optimizer, average: Mapping
     return 0
 
 
-def _state(model: Mixture, optimizer: Optimizer, average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _state(model: nn.Module, optimizer: State, average: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors that a training goes on from, by name."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     state |= {f"average.{name}": tensor for name, tensor in average.items()}

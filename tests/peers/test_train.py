@@ -1,0 +1,155 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cnmm.data import hold_out, open_data
+from cnmm.training import checkpoint
+from cnmm.training.teacher import open_teacher
+from peers import train as training
+from peers.network import onnx_bytes
+from peers.plain import Plain
+from peers.recipes import peer_recipe
+from peers.train import Training, main, train_peer
+from peers.zoo import PEERS
+from tests.helpers import refused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_peers():
+    """A few kilobytes of each kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PEERS, "plain_tiny", lambda **shape: Plain((4, 8, 8), **shape))
+        yield
+
+
+@pytest.fixture(scope="module")
+def spec(fashion_folder):
+    return f"fashion:{fashion_folder}"
+
+
+SHORT = {"epochs": 2, "batch_size": 50, "val": 100}
+KINDS = [("plain_tiny", "own"), ("plain_tiny", "ours")]
+
+
+@pytest.fixture(scope="module")
+def folder(spec, tmp_path_factory):
+    """One peer, trained for two short epochs."""
+    path = tmp_path_factory.mktemp("peers") / "plain"
+    train_peer("plain_tiny", spec, path, command="the command", **SHORT)
+    return path
+
+
+@pytest.fixture
+def no_onnx(monkeypatch):
+    """Torch's exporter takes seconds; the fixture above has run it."""
+    monkeypatch.setattr(training, "onnx_bytes", lambda *arguments: b"")
+
+
+def weights(path):
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("name", "recipe"), KINDS)
+def test_a_training_goes_on_bit_by_bit(name, recipe, spec, tmp_path, no_onnx):
+    whole = train_peer(name, spec, tmp_path / "whole", recipe=recipe, **SHORT)
+    save = checkpoint.save_state
+
+    def stop(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "save_state", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_peer(name, spec, tmp_path / "parts", recipe=recipe, **SHORT)
+    resumed = train_peer(name, spec, tmp_path / "parts", recipe=recipe, resume=True, **SHORT)
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert resumed["exits"] == whole["exits"]
+    first, second = ((tmp_path / part / "log.jsonl").read_text().splitlines() for part in ("whole", "parts"))
+    assert [json.loads(line)["loss"] for line in first] == [json.loads(line)["loss"] for line in second]
+
+
+def test_it_learns_from_what_a_mixture_learns_from(spec, tmp_path):
+    """The images that are held out, and the views of the others, are those of the mixtures' own loop."""
+    peer = Training("plain_tiny", open_data(spec), peer_recipe("plain_tiny", "ours", **SHORT), tmp_path)
+    kept, held_out = hold_out(peer.data.train.labels, 100, peer.config.seed)
+    assert np.array_equal(peer.kept, kept)
+    assert np.array_equal(peer.held_out, held_out)
+    assert (peer.config.padding, peer.config.flips, peer.config.label_smoothing) == ("reflect", "alternating", 0.1)
+
+
+def test_results_say_what_was_done_and_found(folder, spec):
+    results = json.loads((folder / "results.json").read_text())
+    assert results["peer"] == "plain_tiny"
+    assert results["command"] == "the command"
+    assert results["train"]["seed"] == 0
+    assert results["train"]["epochs"] == 2
+    assert results["threads"] == torch.get_num_threads()
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert results["minutes"] == pytest.approx(sum(line["seconds"] for line in lines) / 60)
+    data, (row,) = open_data(spec), results["exits"]
+    ask = open_teacher(str(folder / "model.onnx"), data)
+    _, held_out = hold_out(data.train.labels, 100, 0)
+    for split, images, chosen in (("validation", data.train, held_out), ("test", data.test, np.arange(100))):
+        right = ask(images.read(chosen)).argmax(1).numpy() == images.labels[chosen]
+        assert row[split]["n"] == 100
+        assert row[split]["accuracy"] == pytest.approx(right.mean())
+        assert row[split]["low"] < row[split]["accuracy"] < row[split]["high"]
+    assert lines[-1]["quality"] == [row["validation"]["accuracy"]]
+
+
+@pytest.mark.parametrize("name", ["plain_tiny"])
+def test_onnx_says_what_torch_says(name, tmp_path):
+    torch.manual_seed(0)
+    network = PEERS[name](num_classes=7, in_chans=3)
+    with torch.no_grad():
+        for value in network.state_dict().values():
+            if value.is_floating_point():
+                value.add_(0.1 * torch.rand_like(value))
+    session = onnxruntime.InferenceSession(onnx_bytes(network, (32, 32)))
+    assert network.training
+    network.eval()
+    for num in (1, 5):
+        x = torch.randn(num, 3, 32, 32)
+        with torch.no_grad():
+            wanted = network(x).numpy()
+        np.testing.assert_allclose(session.run(None, {"image": x.numpy()})[0], wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_peer_teaches_a_peer(folder, spec, tmp_path, no_onnx):
+    train_peer("plain_tiny", spec, tmp_path / "a", teacher=str(folder / "model.onnx"), **SHORT | {"epochs": 1})
+    assert (tmp_path / "a" / "teacher.safetensors").is_file()
+
+
+def test_minutes_tell_the_epochs_and_are_kept(spec, tmp_path, monkeypatch, no_onnx):
+    monkeypatch.setattr(Training, "step_s", lambda self: 6 / self.steps)  # ten epochs a minute
+    short = {**SHORT, "epochs": 1}
+    train_peer("plain_tiny", spec, tmp_path / "a", minutes=0.25, **short)
+    assert len((tmp_path / "a" / "log.jsonl").read_text().splitlines()) == 2
+    monkeypatch.setattr(Training, "step_s", lambda self: 1e9)
+    assert train_peer("plain_tiny", spec, tmp_path / "a", minutes=0.25, resume=True, **short)["train"]["epochs"] == 2
+
+
+def test_the_time_of_a_step_is_measured_on_a_copy(spec, tmp_path):
+    peer = Training("plain_tiny", open_data(spec), peer_recipe("plain_tiny", **SHORT), tmp_path)
+    before = {name: value.clone() for name, value in peer.network.state_dict().items()}
+    assert 0 < peer.step_s() < 10
+    assert all(torch.equal(before[name], value) for name, value in peer.network.state_dict().items())
+
+
+def test_words_for_what_does_not_fit(folder, spec, tmp_path, capsys):
+    assert "a training is there; go on with --resume" in refused(train_peer, "plain_tiny", spec, folder)
+    assert "nothing is there; remove --resume" in refused(train_peer, "plain_tiny", spec, tmp_path / "b", resume=True)
+    other = refused(train_peer, "plain_tiny", spec, folder, resume=True, seed=3, **SHORT)
+    assert "holds another training; use the same options" in other
+    assert "unknown peer 'vgg': must be one of plain_118m" in refused(train_peer, "vgg", spec, tmp_path / "b")
+    assert main(["plain_3m", "--data", "nothing", "--out", str(tmp_path / "b")]) == 2
+    assert capsys.readouterr().err.startswith("peers: unknown data 'nothing'")
+    assert not Path(tmp_path / "b").exists()
