@@ -23,8 +23,9 @@ from cnmm.config import Preprocessing
 from cnmm.frontier import LADDER_FILE, Frontier
 from cnmm.pretrained import resolve
 
-IMAGE, PROBABILITIES = "image", "probabilities"
-"""The tensor that enters a network, uint8 [N, H, W, C], and the one that leaves it, float32 [N, classes]."""
+IMAGE, PROBABILITIES, LOGITS = "image", "probabilities", "logits"
+"""The tensor that enters a network, uint8 [N, H, W, C], and the one that leaves it, float32: probabilities
+[N, classes], or of segmentation the scores of every pixel, [N, classes, H, W]."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,14 @@ Torch-free.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from cnmm.config import MixtureConfig
-from cnmm.cost import CLASSIFIER_CHANNELS, classifier_sizes
+from cnmm.cost import CLASSIFIER_CHANNELS
 from cnmm.export.ingredients import (
     ClassifierNorm,
     ClassifierPart,
@@ -33,7 +34,7 @@ from cnmm.export.ingredients import (
     SharedPart,
     Stem,
 )
-from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, map_sizes, reached_exits, stem_sizes
+from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, halve, reached_exits
 
 Op = Literal["conv", "affine", "concat", "pool", "mean", "linear", "resize", "add"]
 IMAGE = "image"
@@ -59,10 +60,8 @@ class Step:
     groups: int = 1
     largest: bool = False
     """Pooling takes the largest value instead of the mean."""
-    ceil: bool = False
-    """Pooling rounds an odd size up."""
-    size: tuple[int, int] | None = None
-    """Height and width that a resize makes."""
+    halvings: int = 0
+    """A resize makes the height and width of the image, halved so many times."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -89,9 +88,10 @@ class Graph:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor for one image: channels, height and width; of an image's scores, the classes alone."""
-        shapes: dict[str, tuple[int, ...]] = {IMAGE: (self.config.in_chans, *self.config.input_size)}
+        size = self.config.input_size
+        shapes: dict[str, tuple[int, ...]] = {IMAGE: (self.config.in_chans, *size)}
         for step in self.steps:
-            shapes[step.name] = _shape(step, [shapes[name] for name in step.inputs])
+            shapes[step.name] = _shape(step, [shapes[name] for name in step.inputs], size)
         return shapes
 
     def stages(self) -> list[tuple[Step, ...]]:
@@ -135,7 +135,7 @@ class _Builder:
         self.edges: frozenset[Edge] = lattice.exit_edges(point.exit, point.edges)
         self.segments = config.task == "segmentation"
         self.act: Literal["relu", "prelu"] = "prelu" if self.segments else "relu"
-        self.sizes = map_sizes(config, config.input_size)
+        self.halvings = {1: 0, 2: 1, 4: 2}[config.stem_stride]  # of the image, down to the finest maps
         self.steps: list[Step] = []
         self.outputs: dict[int, str] = {}  # segmentation, by scale: the mixture of the output's inputs so far
 
@@ -166,7 +166,7 @@ class _Builder:
         behind: list[Norm] = [shared if readers else vector] if alone else []
         h = self._conv(f"m{node}", self._read(node), MixedEdges(inputs, inputs), shape, norms=behind, bias=True)
         if pooled_stem:
-            h = self._pool("m1p", h, largest=True, size=stem_sizes(self.config, self.config.input_size)[1])
+            h = self._pool("m1p", h, largest=True)
         if readers:
             self._shared(node, h if alone else self._affine(f"a{node}", h, width, [shared]), width, readers)
         if pooled_vector:
@@ -218,17 +218,16 @@ class _Builder:
     def _shared(self, node: int, h: str, width: int, readers: Sequence[Edge]) -> None:
         """DConv, at full and at half resolution as its readers need it."""
         kinds = {self._pooled(edge) for edge in readers}
-        size = self.sizes[self.lattice.scale(node)]
         # A BN-ReLU behind the shared part disappears in its last convolution, if it is the only one.
         behind = [EdgeNorm(edge) for edge in readers if self._chained(edge)]
         pointwise, shape = SharedPart(node, "pointwise"), (width // 4, width, 1, 1)
         d = self._conv(f"d{node}", h, SharedPart(node, "depthwise"), (width, 1, 3, 3), groups=width)
         if kinds == {True} and not self.segments:  # pooling is linear: before the pointwise convolution it saves work
-            self._conv(f"p{node}", self._pool(f"h{node}", d, size=size), pointwise, shape, norms=behind)
+            self._conv(f"p{node}", self._pool(f"h{node}", d), pointwise, shape, norms=behind)
             return
         z = self._conv(f"z{node}", d, pointwise, shape, norms=behind)
         if True in kinds:
-            self._pool(f"p{node}", z, largest=self.segments, size=size)
+            self._pool(f"p{node}", z, largest=self.segments)
 
     def _output_edges(self, exit: int) -> tuple[Edge, ...]:
         """The edges into the output that an exit sees."""
@@ -247,7 +246,7 @@ class _Builder:
 
     def _segment(self, exit: int) -> None:
         """Mixes in the maps since the last exit, scale by scale; then the classifier of pixels."""
-        config, sizes, scale_of = self.config, self.sizes, self.lattice.scale
+        config, scale_of = self.config, self.lattice.scale
         before = [k for k in self.exits if k < exit]
         older = self._output_edges(before[-1]) if before else ()
         seen = self._output_edges(exit)
@@ -268,17 +267,18 @@ class _Builder:
             self.outputs[scale] = o
         h = ""
         for scale, name in sorted(self.outputs.items()):
-            up = name if scale == 0 else self._resize(f"up{exit}_{scale}", name, sizes[scale], sizes[0])
+            up = name if scale == 0 else self._resize(f"up{exit}_{scale}", name, self.halvings)
             h = up if not h else self._add(Step(op="add", name=f"h{exit}_{scale}", inputs=(h, up)))
         self._classify_pixels(exit, h)
 
     def _classify_pixels(self, exit: int, h: str) -> None:
         config, few = self.config, CLASSIFIER_CHANNELS
-        middle, final = classifier_sizes(config, config.input_size)
-        h = self._resize(f"first_up{exit}", h, self.sizes[0], middle)
+        if self.halvings:
+            h = self._resize(f"first_up{exit}", h, self.halvings - 1)
         h = self._affine(f"first{exit}", h, config.channels, [ClassifierNorm(exit, "first")])
         h = self._conv(f"middle{exit}", h, ClassifierPart(exit, "conv"), (few, config.channels, 1, 1))
-        h = self._resize(f"second_up{exit}", h, middle, final)
+        if self.halvings == 2:
+            h = self._resize(f"second_up{exit}", h, 0)
         h = self._affine(f"second{exit}", h, few, [ClassifierNorm(exit, "second")])
         h = self._conv(f"depthwise{exit}", h, ClassifierPart(exit, "depthwise"), (few, 1, 3, 3), groups=few)
         last = ClassifierPart(exit, "pointwise")
@@ -329,15 +329,19 @@ class _Builder:
         )
         return self._add(step)
 
-    def _pool(self, name: str, source: str, *, size: tuple[int, int], largest: bool = False) -> str:
-        odd = any(side % 2 for side in size)
-        return self._add(Step(op="pool", name=name, inputs=(source,), largest=largest, ceil=odd))
+    def _pool(self, name: str, source: str, *, largest: bool = False) -> str:
+        return self._add(Step(op="pool", name=name, inputs=(source,), largest=largest))
 
-    def _resize(self, name: str, source: str, old: tuple[int, int], new: tuple[int, int]) -> str:
-        return source if old == new else self._add(Step(op="resize", name=name, inputs=(source,), size=new))
+    def _resize(self, name: str, source: str, halvings: int) -> str:
+        return self._add(Step(op="resize", name=name, inputs=(source,), halvings=halvings))
 
 
-def _shape(step: Step, inputs: list[tuple[int, ...]]) -> tuple[int, ...]:
+def halved(size: tuple[int, int], times: int) -> tuple[int, int]:
+    """A height and width after so many strides of two."""
+    return functools.reduce(lambda found, _: halve(found), range(times), size)
+
+
+def _shape(step: Step, inputs: list[tuple[int, ...]], image: tuple[int, int]) -> tuple[int, ...]:
     width, *size = inputs[0]
     if step.op == "linear":
         return step.shape[:1]
@@ -349,4 +353,4 @@ def _shape(step: Step, inputs: list[tuple[int, ...]]) -> tuple[int, ...]:
         return (step.shape[0], *(-(-side // step.stride) for side in size))
     if step.op == "pool":
         return (width, *((side + 1) // 2 for side in size))
-    return (width, *(step.size or size))
+    return (width, *(halved(image, step.halvings) if step.op == "resize" else size))

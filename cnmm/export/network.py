@@ -22,7 +22,7 @@ from cnmm.evaluation.task import Quality, task_of
 from cnmm.export.onnx_writer import onnx_model, onnx_stages
 from cnmm.export.quantise import quantised
 from cnmm.export.slim import SlimNetwork
-from cnmm.ladder import IMAGE, PROBABILITIES
+from cnmm.ladder import IMAGE
 from cnmm.mixture import Mixture
 
 ExportPrecision = Literal["float32", "int8"]
@@ -38,16 +38,17 @@ def export_onnx(
     *,
     precision: ExportPrecision = "float32",
     calibration: Images | None = None,
+    any_size: bool = False,
     **metadata: object,
 ) -> None:
-    """One file: uint8 images [N, H, W, C] in, probabilities out; metadata says the rest.
+    """One file: uint8 images [N, H, W, C] in, probabilities out (of segmentation, logits); metadata says the rest.
 
     `preprocessing`: that of the mixture it was made from, unless told. `calibration`: images [N, H, W, C] from which
-    int8 learns the range of every tensor.
+    int8 learns the range of every tensor. `any_size`: H and W are those of the images, not of the mixture's config.
     """
     check_new_file(path)
     about = preprocessing_of(network, preprocessing)
-    data = onnx_bytes(network, about, precision=precision, calibration=calibration, **metadata)
+    data = onnx_bytes(network, about, precision=precision, calibration=calibration, any_size=any_size, **metadata)
     write_atomically(Path(path), data)
 
 
@@ -77,15 +78,15 @@ def onnx_bytes(
     *,
     precision: ExportPrecision = "float32",
     calibration: Images | None = None,
+    any_size: bool = False,
     **metadata: object,
 ) -> bytes:
     """A slim network as a checked ONNX file."""
+    metadata = {"precision": precision, "macs": network.cost.macs, **metadata}
     with _needs_onnx():
-        model = onnx_model(
-            network.graph, _tensors(network), preprocessing, precision=precision, macs=network.cost.macs, **metadata
-        )
+        model = onnx_model(network.graph, _tensors(network), preprocessing, any_size=any_size, **metadata)
     data: bytes = model.SerializeToString()
-    _check([data], network, preprocessing)
+    _check([data], network, preprocessing, any_size)
     if precision == "int8":
         if calibration is None or not len(calibration):
             raise UserError("int8 needs images to calibrate on; give them with --data")
@@ -93,12 +94,14 @@ def onnx_bytes(
     return data
 
 
-def stage_bytes(network: SlimNetwork, preprocessing: Preprocessing, **metadata: object) -> list[bytes]:
+def stage_bytes(
+    network: SlimNetwork, preprocessing: Preprocessing, *, any_size: bool = False, **metadata: object
+) -> list[bytes]:
     """The stages of a cascade as checked ONNX files, one for each exit."""
     with _needs_onnx():
-        models = onnx_stages(network.graph, _tensors(network), preprocessing, **metadata)
+        models = onnx_stages(network.graph, _tensors(network), preprocessing, any_size=any_size, **metadata)
     stages = [model.SerializeToString() for model in models]
-    _check(stages, network, preprocessing)
+    _check(stages, network, preprocessing, any_size)
     return stages
 
 
@@ -107,22 +110,26 @@ def _tensors(network: SlimNetwork) -> Mapping[str, npt.NDArray[Any]]:
     return {name.removeprefix("layers."): tensor.detach().cpu().numpy() for name, tensor in state}
 
 
-def _check(files: Sequence[bytes], network: SlimNetwork, preprocessing: Preprocessing) -> None:
-    """Runs the files one after the other, and compares every exit with torch, for one image and for three."""
-    rng, about = np.random.default_rng(0), preprocessing
+def _check(files: Sequence[bytes], network: SlimNetwork, preprocessing: Preprocessing, any_size: bool) -> None:
+    """Runs the files one after the other, and compares every exit with torch, for one image and for several."""
+    rng, about, config = np.random.default_rng(0), preprocessing, network.config
     mean, std = (torch.tensor(values).float().view(1, -1, 1, 1) * 255 for values in (about.mean, about.std))
     sessions = [open_onnx(data) for data in files]
-    for num in (1, 3):
-        images = rng.integers(0, 256, (num, *about.size, network.config.in_chans), dtype=np.uint8)
+    segments = config.task == "segmentation"  # whose images are large
+    other = tuple(side - side // 4 | 1 for side in about.size) if any_size else about.size
+    for num, size in ((1, about.size), (2 if segments else 3, other)):
+        images = rng.integers(0, 256, (num, *size, config.in_chans), dtype=np.uint8)
         x = (torch.from_numpy(images).permute(0, 3, 1, 2).float() - mean) / std
         with torch.no_grad():
-            expected = [score.softmax(1).numpy() for score in network.forward_exits(x).values()]
+            expected = list(network.forward_exits(x).values())
         made: dict[str, npt.NDArray[Any]] = {IMAGE: images}
         for session, wanted in zip(sessions, expected[-len(sessions) :], strict=True):
             names = [output.name for output in session.get_outputs()]
             feed = {source.name: made[source.name] for source in session.get_inputs()}
             made.update(zip(names, session.run(names, feed), strict=True))
-            worst = float(np.abs(made[PROBABILITIES] - wanted).max())
+            answer = torch.from_numpy(made.pop(names[0]))
+            found = answer.softmax(1) if segments else answer
+            worst = float((found - wanted.softmax(1)).abs().max())
             if not worst <= TOLERANCE:
                 raise UserError(
                     f"the exported network differs from the one in torch by {worst:.1e} in a probability "
@@ -144,8 +151,8 @@ def quality_of_file(data: bytes, batches: Iterable[LabelledImages], config: Mixt
     """Quality of a file on images [N, H, W, C] with labels, by onnxruntime."""
     session, meter = open_onnx(data), task_of(config).meter(config.num_classes)
     for images, labels in batches:
-        (probabilities,) = session.run([PROBABILITIES], {IMAGE: images})
-        meter.add(torch.from_numpy(probabilities), torch.from_numpy(labels))
+        (answers,) = session.run(None, {IMAGE: images})
+        meter.add(torch.from_numpy(answers), torch.from_numpy(labels))
     return meter.quality(metric)
 
 

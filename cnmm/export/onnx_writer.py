@@ -1,7 +1,9 @@
 """A slim network as ONNX, written node by node: no tracing, so that it depends on no version of torch.
 
-uint8 images [N, height, width, channels] go in, class probabilities come out. The mean is subtracted inside the graph;
-the division by the standard deviation is folded into the stem (zero padding stays zero).
+uint8 images [N, height, width, channels] go in. Class probabilities come out; of segmentation, the scores of every
+pixel, [N, classes, height, width], because a softmax over as many values takes a third of onnxruntime's time. The mean
+is subtracted inside the graph; the division by the standard deviation is folded into the stem, where zero padding stays
+zero.
 """
 
 from __future__ import annotations
@@ -15,53 +17,60 @@ import numpy.typing as npt
 
 from cnmm.config import Preprocessing
 from cnmm.export.graph import Graph, Step
-from cnmm.ladder import IMAGE, PROBABILITIES
+from cnmm.ladder import IMAGE, LOGITS, PROBABILITIES
 
 Array = npt.NDArray[Any]
 OPSET = 18
 IR_VERSION = 10
 
 
-def onnx_model(graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, **metadata: object) -> Any:
-    """The whole graph as one model: the probabilities of its last exit."""
-    return _Writer(graph, tensors, about).model(graph.steps, graph.exits[-1], [], metadata)
+def onnx_model(
+    graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, *, any_size: bool = False, **metadata: object
+) -> Any:
+    """The whole graph as one model: the answer of its last exit. `any_size`: images may have any height and width."""
+    return _Writer(graph, tensors, about, any_size).model(graph.steps, graph.exits[-1], [], metadata)
 
 
-def onnx_stages(graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, **metadata: object) -> list[Any]:
+def onnx_stages(
+    graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, *, any_size: bool = False, **metadata: object
+) -> list[Any]:
     """One model per exit. Each reads what earlier ones made and gives what later ones read."""
     models, stages = [], graph.stages()
     for number, (steps, exit) in enumerate(zip(stages, graph.exits, strict=True)):
         later = {name for stage in stages[number + 1 :] for step in stage for name in step.inputs}
         carried = [step.name for step in steps if step.name in later]
-        models.append(_Writer(graph, tensors, about).model(steps, exit, carried, {**metadata, "exit": exit}))
+        writer = _Writer(graph, tensors, about, any_size)
+        models.append(writer.model(steps, exit, carried, {**metadata, "exit": exit}))
     return models
 
 
 class _Writer:
-    def __init__(self, graph: Graph, tensors: Mapping[str, Array], about: Preprocessing) -> None:
-        self.graph, self.tensors, self.about = graph, tensors, about
+    def __init__(self, graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, any_size: bool) -> None:
+        self.graph, self.tensors, self.about, self.any_size = graph, tensors, about, any_size
+        self.segments = graph.config.task == "segmentation"
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
+        self.sizes: dict[int, str] = {}  # by halvings: names of heights and widths that follow from the image's
 
     def model(self, steps: Sequence[Step], exit: int, carried: Sequence[str], metadata: Mapping[str, object]) -> Any:
         from onnx import TensorProto, helper
 
         made = {step.name for step in steps}
-        sources = sorted({name for step in steps for name in step.inputs} - made)
-        inputs = []
-        for name in sources:
-            if name == IMAGE:
-                inputs.append(helper.make_tensor_value_info(name, TensorProto.UINT8, ["N", *self._image_shape()]))
-                self._prepare()
-            else:
-                inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", *self._shape(name)]))
+        sources = {name for step in steps for name in step.inputs} - made
+        if IMAGE in sources:
+            self._prepare()
+        scores, answer = f"logits{exit}", LOGITS if self.segments else PROBABILITIES
         for step in steps:
-            self._write(step)
-        self._node("Softmax", [f"logits{exit}"], PROBABILITIES, axis=1)
-        shapes = {PROBABILITIES: self._shape(f"logits{exit}"), **{name: self._shape(name) for name in carried}}
-        outputs = [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", *shape]) for name, shape in shapes.items()
-        ]
+            self._write(step, answer if self.segments and step.name == scores else step.name)
+        if not self.segments:
+            self._node("Softmax", [scores], answer, axis=1)
+        if self.sizes:
+            sources.add(IMAGE)
+        inputs = [self._floats(name, name) for name in sorted(sources - {IMAGE})]
+        if IMAGE in sources:
+            shape = ["N", *self._sides(IMAGE, self.about.size), self.graph.config.in_chans]
+            inputs.insert(0, helper.make_tensor_value_info(IMAGE, TensorProto.UINT8, shape))
+        outputs = [self._floats(answer, scores), *(self._floats(name, name) for name in carried)]
         constants = [_constant(name, value) for name, value in self.constants.items()]
         model = helper.make_model(
             helper.make_graph(self.nodes, self.graph.point.name, inputs, outputs, constants),
@@ -71,6 +80,17 @@ class _Writer:
         )
         helper.set_model_props(model, {key: str(value) for key, value in self._metadata(metadata).items()})
         return model
+
+    def _floats(self, name: str, shaped_like: str) -> Any:
+        """What a float tensor of the model is called and how it is shaped."""
+        from onnx import TensorProto, helper
+
+        width, *size = self._shape(shaped_like)
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", width, *self._sides(name, size)])
+
+    def _sides(self, name: str, size: Sequence[int]) -> Sequence[int | str]:
+        """Height and width of a tensor, or names for them."""
+        return [f"{name}.{side}" for side in ("height", "width")] if self.any_size and size else size
 
     def _metadata(self, more: Mapping[str, object]) -> dict[str, object]:
         about = self.about
@@ -84,9 +104,6 @@ class _Writer:
             **more,
         }
 
-    def _image_shape(self) -> tuple[int, int, int]:
-        return (*self.about.size, self.graph.config.in_chans)
-
     def _prepare(self) -> None:
         """uint8 [N, H, W, C] to floats [N, C, H, W] of mean zero."""
         from onnx import TensorProto
@@ -96,16 +113,38 @@ class _Writer:
         mean = np.array(self.about.mean)[:, None, None] * 255
         self._node("Sub", ["floats", self._keep("mean", mean)], "prepared")
 
-    def _write(self, step: Step) -> None:
-        inputs = ["prepared" if name == IMAGE else name for name in step.inputs]
-        act = step.activation
-        out = f"{step.name}_linear" if act else step.name
-        getattr(self, f"_{step.op}")(step, inputs, out)
-        if act == "relu":
-            self._node("Relu", [out], step.name)
-        elif act == "prelu":
-            slope = self._keep(f"{step.name}.slope", self.tensors[f"{step.name}.slope"][:, None, None])
-            self._node("PRelu", [out, slope], step.name)
+    def _write(self, step: Step, name: str) -> None:
+        """The nodes of a step, which make the tensor `name`."""
+        inputs = ["prepared" if source == IMAGE else source for source in step.inputs]
+        write = getattr(self, f"_{step.op}")
+        if step.activation is None:
+            write(step, inputs, name)
+        elif step.activation == "relu":
+            write(step, inputs, f"{name}_linear")
+            self._node("Relu", [f"{name}_linear"], name)
+        else:
+            self._write_prelu(step, inputs, name)
+
+    def _write_prelu(self, step: Step, inputs: list[str], name: str) -> None:
+        """prelu(y) = slope * y + relu((1 - slope) * y) for slopes up to 1: onnxruntime need not leave its own layout.
+
+        It would for the node PRelu. A scale and shift before it costs nothing: both terms take it in.
+        """
+        slope, source = self.tensors[f"{step.name}.slope"], f"{name}_linear"
+        if slope.max() > 1:
+            getattr(self, f"_{step.op}")(step, inputs, source)
+            self._node("PRelu", [source, self._keep(f"{name}.slope", slope[:, None, None])], name)
+            return
+        scale, shift = np.ones_like(slope), None
+        if step.op == "affine":
+            source, scale, shift = inputs[0], self.tensors[f"{step.name}.weight"], self.tensors[f"{step.name}.bias"]
+        else:
+            getattr(self, f"_{step.op}")(step, inputs, source)
+        for part, share in (("linear", slope), ("above", 1 - slope)):
+            moved = None if shift is None else share * shift
+            self._scale(f"{name}.{part}", share * scale, moved, source, f"{name}_{part}_part")
+        self._node("Relu", [f"{name}_above_part"], f"{name}_above")
+        self._node("Add", [f"{name}_linear_part", f"{name}_above"], name)
 
     def _conv(self, step: Step, inputs: list[str], out: str) -> None:
         weight = self.tensors[f"{step.name}.weight"]
@@ -125,11 +164,15 @@ class _Writer:
         )
 
     def _affine(self, step: Step, inputs: list[str], out: str) -> None:
+        bias = self.tensors[f"{step.name}.bias"] if step.bias else None
+        self._scale(step.name, self.tensors[f"{step.name}.weight"], bias, inputs[0], out)
+
+    def _scale(self, name: str, weight: Array, bias: Array | None, source: str, out: str) -> None:
         # As a convolution of every channel by itself: runtimes fuse the ReLU into it, and can run it in int8.
-        names = [*inputs, self._keep(f"{step.name}.weight", self.tensors[f"{step.name}.weight"][:, None, None, None])]
-        if step.bias:
-            names.append(self._keep(f"{step.name}.bias", self.tensors[f"{step.name}.bias"]))
-        self._node("Conv", names, out, kernel_shape=[1, 1], group=step.shape[0])
+        names = [source, self._keep(f"{name}.weight", weight[:, None, None, None])]
+        if bias is not None:
+            names.append(self._keep(f"{name}.bias", bias))
+        self._node("Conv", names, out, kernel_shape=[1, 1], group=len(weight))
 
     def _concat(self, _: Step, inputs: list[str], out: str) -> None:
         self._node("Concat", inputs, out, axis=1)
@@ -138,7 +181,8 @@ class _Writer:
         self._node("Add", inputs, out)
 
     def _pool(self, step: Step, inputs: list[str], out: str) -> None:
-        more: dict[str, Any] = {"ceil_mode": 1} if step.ceil else {}
+        odd = self.any_size or any(side % 2 for side in self._shape(step.inputs[0])[1:])
+        more: dict[str, Any] = {"ceil_mode": 1} if odd else {}
         self._node(
             "MaxPool" if step.largest else "AveragePool", inputs, out, kernel_shape=[2, 2], strides=[2, 2], **more
         )
@@ -154,13 +198,31 @@ class _Writer:
         self._node("Flatten", [f"{out}_map"], out)
 
     def _resize(self, step: Step, inputs: list[str], out: str) -> None:
-        assert step.size is not None
+        old, new = self._shape(step.inputs[0])[1:], self._shape(step.name)[1:]
+        how = {"mode": "linear", "coordinate_transformation_mode": "half_pixel"}
+        if not self.any_size and all(after % before == 0 for before, after in zip(old, new, strict=True)):
+            # By whole factors, onnxruntime resizes in its own layout.
+            factors = (1, 1, *(after // before for before, after in zip(old, new, strict=True)))
+            scales = self._keep(f"{step.name}.scales", np.array(factors, np.float32))
+            self._node("Resize", [*inputs, "", scales], out, **how)
+            return
+        sizes = self._halved(step.halvings) if self.any_size else ""
+        sizes = sizes or self._keep(f"{step.name}.size", np.array(new, np.int64))
         # The batch stays as it is: only the last two axes are resized.
-        sizes = self._keep(f"{step.name}.size", np.array(step.size, np.int64))
-        self._node(
-            "Resize", [*inputs, "", "", sizes], out, mode="linear", coordinate_transformation_mode="half_pixel",
-            axes=[2, 3],
-        )  # fmt: skip
+        self._node("Resize", [*inputs, "", "", sizes], out, axes=[2, 3], **how)
+
+    def _halved(self, times: int) -> str:
+        """The name of the image's height and width, halved so many times, rounding up."""
+        if times in self.sizes:
+            return self.sizes[times]
+        name = self.sizes[times] = f"size{times}"
+        if times == 0:
+            self._node("Shape", [IMAGE], name, start=1, end=3)
+        else:
+            one, two = (self._keep(word, np.array([value], np.int64)) for word, value in (("one", 1), ("two", 2)))
+            self._node("Add", [self._halved(times - 1), one], f"{name}.more")
+            self._node("Div", [f"{name}.more", two], name)
+        return name
 
     def _node(self, op: str, inputs: Iterable[str], output: str, **attributes: Any) -> None:
         from onnx import helper

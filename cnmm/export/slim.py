@@ -70,13 +70,13 @@ class SlimNetwork(nn.Module):
         return self.forward_exits(x)[self.graph.exits[-1]]
 
     def forward_exits(self, x: Tensor) -> dict[int, Tensor]:
-        """Scores of every exit, for normalised float images."""
+        """Scores of every exit, for normalised float images of any size that the mixture takes."""
         made = {graph.IMAGE: x}
         for step in self.graph.steps:
-            made[step.name] = self._run(step, [made[name] for name in step.inputs])
+            made[step.name] = self._run(step, [made[name] for name in step.inputs], (x.shape[2], x.shape[3]))
         return {exit: made[f"logits{exit}"] for exit in self.graph.exits}
 
-    def _run(self, step: Step, inputs: list[Tensor]) -> Tensor:
+    def _run(self, step: Step, inputs: list[Tensor], size: tuple[int, int]) -> Tensor:
         x = inputs[0]
         if step.tensors:
             return cast(Tensor, self.layers[step.name](x))
@@ -88,8 +88,7 @@ class SlimNetwork(nn.Module):
             return x.mean((2, 3), keepdim=True)
         if step.op == "pool":
             return blocks.pool(x, largest=step.largest)
-        assert step.size is not None
-        return blocks.upsample(x, step.size)
+        return blocks.upsample(x, graph.halved(size, step.halvings))
 
 
 class _Layer(nn.Module):
