@@ -17,7 +17,7 @@ from cnmm._errors import UserError
 
 BudgetKind = Literal["macs", "ms", "percent", "quality"]
 
-METRICS = {"acc": "accuracy", "mca": "mean_class_accuracy", "miou": "miou"}
+METRICS = {"acc": "accuracy", "mca": "mean_class_accuracy", "miou": "miou", "pix": "pixel_accuracy"}
 """The metric that each prefix of a quality stands for."""
 EXAMPLES = "60M, 1.5G or 800k (macs), 25ms, 40% (of the full mixture's macs), acc:0.92 or miou:0.55"
 
@@ -35,7 +35,7 @@ class Budget:
     text: str
     """As it was written, for messages."""
     metric: str | None = None
-    """Of a quality: accuracy, mean_class_accuracy or miou."""
+    """Of a quality: accuracy, mean_class_accuracy, miou or pixel_accuracy."""
 
 
 def prefix_of(metric: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from cnmm._errors import UserError
+from cnmm.palette import default_palette
 
 Task = Literal["classification", "segmentation"]
 Exits = Literal["all", "last"]
@@ -106,13 +107,18 @@ class Preprocessing:
     """Mean and standard deviation of each channel, in units of 255: between 0 and 1."""
     size: tuple[int, int]
     """Height and width."""
+    palette: tuple[tuple[int, int, int], ...] = ()
+    """Of a model that labels pixels: red, green and blue of each class, from 0 to 255."""
 
     @classmethod
     def plain(cls, config: MixtureConfig) -> Self:
         """For a model that was not trained on images: classes by number, values from 0 to 1."""
         channels = config.in_chans
         classes = tuple(str(number) for number in range(config.num_classes))
-        return cls(classes=classes, mean=(0.0,) * channels, std=(1.0,) * channels, size=config.input_size)
+        palette = default_palette(config.num_classes) if config.task == "segmentation" else ()
+        return cls(
+            classes=classes, mean=(0.0,) * channels, std=(1.0,) * channels, size=config.input_size, palette=palette
+        )
 
     @property
     def channels(self) -> int:
@@ -127,7 +133,8 @@ class Preprocessing:
     def to_dict(self) -> dict[str, Any]:
         """As ladder.json has it; the classes stand beside it."""
         height, width = self.size
-        return {"height": height, "width": width, "channels": self.channels, "mean": self.mean, "std": self.std}
+        about = {"height": height, "width": width, "channels": self.channels, "mean": self.mean, "std": self.std}
+        return {**about, "palette": self.palette} if self.palette else about
 
 
 def is_count(value: object) -> bool:

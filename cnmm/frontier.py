@@ -41,7 +41,7 @@ class FrontierPoint:
     quality: float
     """The metric's value on n images, between 0 and 1, with the `statistics` named below."""
     metric: str
-    """accuracy, mean_class_accuracy or miou."""
+    """accuracy, mean_class_accuracy, miou or pixel_accuracy."""
     low: float
     high: float
     """95 % interval of the quality."""
@@ -54,8 +54,13 @@ class FrontierPoint:
     """The quality with raw statistics, for comparison."""
     test_quality: float | None = None
     test_n: int | None = None
+    per_class: tuple[float | None, ...] = ()
+    """Of pixels: the IoU of every class; None where a class occurs neither in labels nor in answers."""
     on_envelope: bool = False
     """Is it better than every cheaper point? The frontier that holds the point says so."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_class", tuple(self.per_class))  # JSON has no tuples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +204,8 @@ class Frontier:
     def to_csv(self) -> str:
         """One line per measured point, cheapest first."""
         text = io.StringIO()
-        writer = csv.DictWriter(text, [each.name for each in dataclasses.fields(FrontierPoint)], lineterminator="\n")
+        names = [each.name for each in dataclasses.fields(FrontierPoint) if each.name != "per_class"]
+        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(dataclasses.asdict(point) for point in self.points)
         return text.getvalue()
@@ -263,6 +269,7 @@ _CHECKS: dict[str, _fields.Check] = {
     "raw_quality": _fields.or_null(_fields.SHARE),
     "test_quality": _fields.or_null(_fields.SHARE),
     "test_n": _fields.or_null(_fields.POSITIVE),
+    "per_class": _fields.list_of(_fields.or_null(_fields.SHARE)),
     "on_envelope": _fields.TRUTH,
 }
 

@@ -31,10 +31,11 @@ from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.measure import Progress as MeasuringProgress
 from cnmm.evaluation.measure import measure
 from cnmm.evaluation.plot import plot_frontier
+from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.report import NUM_EXAMPLES, Examples, report_page, shown_points
 from cnmm.evaluation.search import Rules
 from cnmm.evaluation.statistics import load_statistics, reestimated, save_statistics, with_statistics
-from cnmm.evaluation.task import Quality, task_of
+from cnmm.evaluation.task import task_of
 from cnmm.export.ladder import export_ladder
 from cnmm.export.network import ExportPrecision, check_new_file, onnx_bytes, quality_of_file
 from cnmm.export.slim import SlimNetwork, save_slim, slim

@@ -119,6 +119,7 @@ def load_preprocessing(folder: str | Path) -> Preprocessing | None:
             mean=tuple(map(float, data["mean"])),
             std=tuple(map(float, data["std"])),
             size=load_config(folder).input_size,
+            palette=tuple((int(red), int(green), int(blue)) for red, green, blue in data.get("palette", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{Path(folder) / CONFIG_FILE}: data: {error!r}; classes, mean and std must be there") from None

@@ -104,7 +104,7 @@ def _start(
 
 def describe_data(data: DataSet) -> dict[str, Any]:
     """What config.json says of the data."""
-    fields = ("name", "spec", "classes", "mean", "std", "size")
+    fields = ("name", "spec", "classes", "mean", "std", "size", *(["palette"] if data.palette else []))
     return {field: getattr(data, field) for field in fields}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cnmm.evaluation.measure import Progress
 
 RuleName = Literal["flow", "flow_per_mac", "damage", "both", "all"]
-MetricName = Literal["accuracy", "mean_class_accuracy"]
+MetricName = Literal["accuracy", "mean_class_accuracy", "miou", "pixel_accuracy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class MeasureFrontier:
     """Measure on this many of the held-out images."""
     points: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all; 96 for a large mixture)")] = None
     """Measure at most N points, coarse to fine."""
-    metric: Annotated[MetricName | None, arg(help_behavior_hint="(default: accuracy)")] = None
+    metric: Annotated[MetricName | None, arg(help_behavior_hint="(default: accuracy, or mIoU of pixels)")] = None
     """What quality means, for the frontier and for early exit; mean_class_accuracy is the paper's."""
     statistics: Annotated[Literal["re-estimated", "raw"], arg(help_behavior_hint="(default: re-estimated)")] = (
         "re-estimated"

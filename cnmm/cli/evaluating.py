@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tyro.conf import Positional, arg
 
@@ -35,7 +35,7 @@ class Evaluate:
     """An operating point such as e4c12."""
     budget: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="")] = None
     """Instead of a point: 60M, 40%, 25ms or acc:0.92 takes the best measured point within it (`cnmm frontier`)."""
-    metric: Annotated[MetricName | None, arg(help_behavior_hint="(default: accuracy)")] = None
+    metric: Annotated[MetricName | None, arg(help_behavior_hint="(default: accuracy, or mIoU of pixels)")] = None
     """What the interval and `quality` refer to; all metrics are shown."""
     raw: Annotated[bool, NO_HINT] = False
     """Keep the full mixture's statistics at a cut point, instead of the point's own."""
@@ -76,18 +76,22 @@ def evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
     def row(exit: int) -> dict[str, Any]:
         quality = evaluation.exits[exit]
         about = {"metric": quality.metric, "quality": quality.value, **quality.all}
-        interval = {"low": quality.low, "high": quality.high, "n": quality.n}
+        interval: dict[str, Any] = {"low": quality.low, "high": quality.high, "n": quality.n}
+        if quality.per_class:
+            interval["per_class"] = quality.per_class
         return {"exit": exit, "macs": evaluation.exit_macs[exit], **about, **interval}
 
     exits = [row(exit) for exit in evaluation.exits]
     about = {"point": evaluation.point.name, "macs": evaluation.macs, "split": evaluation.split}
-    last = {name: value for name, value in exits[-1].items() if name not in ("exit", "macs", "low", "high")}
+    last = {
+        name: value for name, value in exits[-1].items() if name not in ("exit", "macs", "low", "high", "per_class")
+    }
     return {**about, "statistics": evaluation.statistics, **last, "exits": exits}
 
 
 def show_exits(answer: dict[str, Any]) -> None:
     """A table with a row for every exit."""
-    other = [name for name in ("accuracy", "mean_class_accuracy") if name in answer and name != answer["metric"]]
+    other = [name for name in get_args(MetricName) if name in answer and name != answer["metric"]]
     rows = []
     for row in answer["exits"]:
         macs = "" if row["macs"] is None else f"{row['macs']:,}"

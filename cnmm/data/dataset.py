@@ -63,6 +63,8 @@ class DataSet:
     size: tuple[int, int]
     """Height and width of the images as they are read."""
     in_chans: int
+    palette: tuple[tuple[int, int, int], ...] = ()
+    """Where pixels are labelled: red, green and blue of each class."""
     skipped: tuple[str, ...] = ()
     """Files that could not be read and were left out."""
 

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from cnmm.cascade import Cascade, Threshold, stage_macs
 from cnmm.cost import CostTable
+from cnmm.evaluation.quality import Floats
 from cnmm.evaluation.task import task_of
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 from cnmm.prune import cutting_order
 
-Floats = npt.NDArray[np.floating]
+Exits = npt.NDArray[np.intp]
+"""At which exit each image leaves."""
 NEVER = 1.0 + 1e-6
 """A confidence that no image reaches."""
 PRICES = (*np.geomspace(100, 1e-3, 101).tolist(), 0.0)
@@ -78,39 +80,31 @@ def _measured(
     model: Mixture, point: OperatingPoint, batches: list[tuple[Tensor, Tensor]], metric: str, split: str
 ) -> Cascade:
     macs = stage_macs(model.config, point)
-    confidence, right = [], []
+    choices = task_of(model.config).choices(model.config.num_classes, metric)
     with torch.no_grad():
-        for images, labels in batches:
-            scores = model.forward_exits(images, point)
-            best = torch.stack([score.float().softmax(1) for score in scores.values()], 1).max(2)
-            confidence.append(best.values)
-            right.append(best.indices == labels[:, None])
-    labels = torch.cat([labels for _, labels in batches])
-    weight_N = task_of(model.config).weights(labels, metric).numpy()
-    rows = calibrate(
-        torch.cat(confidence).cpu().numpy(), torch.cat(right).cpu().numpy(), tuple(macs.values()), weight_N
-    )
+        for images, target in batches:
+            choices.add(list(model.forward_exits(images, point).values()), target)
+    rows = calibrate(choices.confidence, choices.worth, tuple(macs.values()), choices.quality)
     return Cascade(
         point=point.name,
         exits=tuple(macs),
         macs=tuple(macs.values()),
         thresholds=rows,
         metric=metric,
-        n=len(labels),
+        n=len(choices.confidence),
         split=split,
     )
 
 
 def calibrate(
-    confidence_NE: Floats, right_NE: npt.NDArray[np.bool_], macs: Sequence[int], weight_N: Floats | None = None
+    confidence_NE: Floats, worth_NE: Floats, macs: Sequence[int], quality: Callable[[Exits], float] | None = None
 ) -> tuple[Threshold, ...]:
     """Thresholds from "leave at once" to "never early", with what they spend on these images, cheapest first.
 
-    No exit asks for less where more may be spent. `macs` are those of each stage; `weight_N` is what a right answer of
-    each image counts, one on average.
+    No exit asks for less where more may be spent. `worth_NE` is what answers are worth; `macs` are those of each stage;
+    `quality` measures where images leave, by the mean worth of the answers they leave with unless told.
     """
-    worth_NE = right_NE.astype(np.float64) if weight_N is None else right_NE * weight_N[:, np.newaxis]
-    count = _Count(confidence_NE, worth_NE, np.cumsum(macs))
+    count = _Count(confidence_NE, worth_NE.astype(np.float64), np.cumsum(macs), quality)
     early = confidence_NE.shape[1] - 1
     confidence = np.zeros(early)
     rows = [count.row(confidence)]
@@ -124,32 +118,42 @@ def calibrate(
 class _Count:
     """What confidences spend and give.
 
-    `right_NE`: what answers count; `passed`: macs of an image that leaves at each exit.
+    `worth_NE`: what answers are worth; `passed`: macs of an image that leaves at each exit.
     """
 
-    def __init__(self, confidence_NE: Floats, right_NE: Floats, passed: npt.NDArray[np.int64]) -> None:
-        self.confidence_NE, self.right_NE, self.passed = confidence_NE, right_NE, passed
+    def __init__(
+        self,
+        confidence_NE: Floats,
+        worth_NE: Floats,
+        passed: npt.NDArray[np.int64],
+        quality: Callable[[Exits], float] | None,
+    ) -> None:
+        self.confidence_NE, self.worth_NE, self.passed = confidence_NE, worth_NE, passed
+        self.quality = quality or self._mean_worth
+
+    def _mean_worth(self, leaves: Exits) -> float:
+        return float(self.worth_NE[np.arange(len(leaves)), leaves].mean())
 
     def row(self, confidence: Floats) -> Threshold:
         """What these confidences spend and give."""
-        leaves, (num, exits) = self.leaves(confidence), self.right_NE.shape
+        leaves, (num, exits) = self.leaves(confidence), self.worth_NE.shape
         return Threshold(
             confidence=tuple(confidence.tolist()),
             average_macs=float(self.passed[leaves].mean()),
-            quality=float(self.right_NE[np.arange(num), leaves].mean()),
+            quality=self.quality(leaves),
             exits=tuple((np.bincount(leaves, minlength=exits) / num).tolist()),
         )
 
-    def leaves(self, confidence: Floats, first: int = 0) -> npt.NDArray[np.intp]:
+    def leaves(self, confidence: Floats, first: int = 0) -> Exits:
         """The exit at which each image leaves, of those from `first` on."""
         sure = self.confidence_NE[:, first:-1] >= confidence[first:]
-        found: npt.NDArray[np.intp] = np.concatenate([sure, np.ones((len(sure), 1), bool)], 1).argmax(1)
+        found: Exits = np.concatenate([sure, np.ones((len(sure), 1), bool)], 1).argmax(1)
         return found + first
 
     def best(self, price: float) -> Floats:
         """The confidence of every early exit that pays most at a price: from the last exit to the first, some times."""
-        num, exits = self.right_NE.shape
-        worth_NE = self.right_NE - price * self.passed / self.passed[-1]
+        num, exits = self.worth_NE.shape
+        worth_NE = self.worth_NE - price * self.passed / self.passed[-1]
         confidence = np.full(exits - 1, NEVER)
         for sweep in range(SWEEPS):
             for exit in reversed(range(exits - 1)):

@@ -18,7 +18,8 @@ from torch import Tensor
 from cnmm._errors import UserError
 from cnmm.blocks import Statistics
 from cnmm.cost import CostTable
-from cnmm.evaluation.task import Quality, task_of
+from cnmm.evaluation.quality import Quality
+from cnmm.evaluation.task import task_of
 from cnmm.lattice import Edge, OperatingPoint
 from cnmm.mixture import Mixture, Parts
 from cnmm.prune import check_classifier

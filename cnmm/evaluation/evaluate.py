@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
-from cnmm.evaluation.task import Meter, Quality, task_of
+from cnmm.evaluation.quality import Meter, Quality
+from cnmm.evaluation.task import task_of
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 

@@ -20,9 +20,10 @@ from cnmm._errors import UserError
 from cnmm.evaluation.batches import Batches
 from cnmm.evaluation.calibrate import SHARES, measure_cascade
 from cnmm.evaluation.engine import Engine
+from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.search import Curve, Rules, cutting_curves, first_points, next_points
 from cnmm.evaluation.statistics import reestimated, with_statistics
-from cnmm.evaluation.task import Quality, task_of
+from cnmm.evaluation.task import task_of
 from cnmm.frontier import RAW, RE_ESTIMATED, Frontier, FrontierPoint
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
@@ -196,6 +197,7 @@ class _Measuring:
             n=quality.n,
             split=self.split,
             statistics=RAW if self.statistics is None else RE_ESTIMATED,
+            per_class=quality.per_class,
         )
 
 

@@ -18,7 +18,8 @@ from cnmm._errors import INSTALL_TRAIN, UserError
 from cnmm._files import write_atomically
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.data.dataset import Images, Labels
-from cnmm.evaluation.task import Quality, task_of
+from cnmm.evaluation.quality import Quality
+from cnmm.evaluation.task import task_of
 from cnmm.export.onnx_writer import onnx_model, onnx_stages
 from cnmm.export.quantise import quantised
 from cnmm.export.slim import SlimNetwork

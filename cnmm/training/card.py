@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cnmm.config import MixtureConfig, Preprocessing
-from cnmm.evaluation.task import Quality
+from cnmm.evaluation.quality import Quality
 from cnmm.frontier import metric_words
 from cnmm.training.config import TrainConfig
 from cnmm.training.recipes import describe_recipe, list_recipes

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cnmm import distributed
 from cnmm.config import Gates
-from cnmm.evaluation.task import Task, task_of
+from cnmm.evaluation.quality import Task
+from cnmm.evaluation.task import task_of
 from cnmm.mixture import Mixture
 from cnmm.training.batches import Batch
 from cnmm.training.config import TrainConfig

@@ -338,8 +338,8 @@ def test_the_deterministic_variant_has_its_full_exits():
 
 
 def test_what_cannot_be_measured():
-    with pytest.raises(ValueError, match="no segmentation task yet"):
-        measure(create_model("cnmm_seg_tiny"), [])
+    with pytest.raises(ValueError, match="metric 'accuracy': must be one of miou, pixel_accuracy"):
+        measure(create_model("cnmm_seg_tiny"), [], metric="accuracy")
     with pytest.raises(ValueError, match="validation is iterated more than once"):
         measure(a_mixture(), iter(some_batches()))
     with pytest.raises(ValueError, match="no images to evaluate"):

@@ -11,8 +11,8 @@ import torch
 
 import cnmm
 from cnmm.evaluation.calibrate import calibrate
+from cnmm.evaluation.classification import Classification
 from cnmm.evaluation.measure import measure
-from cnmm.evaluation.task import Classification
 from tests.helpers import refused
 
 METRIC = "mean_class_accuracy"
@@ -114,7 +114,7 @@ def test_calibration_by_hand():
     right = np.array([[1, 1], [1, 0], [1, 1], [0, 1]], bool)
     weights = Classification().weights(torch.tensor([4, 4, 4, 7]), METRIC).numpy()
     assert weights == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2])
-    rows = calibrate(confidence, right, (1, 1), weights)
+    rows = calibrate(confidence, right * weights[:, None], (1, 1))
     assert rows[0].quality == pytest.approx(1 / 2)  # (3/3 + 0/1) / 2
     assert rows[-1].quality == pytest.approx(5 / 6)  # (2/3 + 1/1) / 2
     best = max(rows, key=lambda row: row.quality)

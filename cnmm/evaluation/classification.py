@@ -1,0 +1,127 @@
+"""Labelling images: one class per image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cnmm._errors import UserError
+from cnmm.evaluation.quality import Choices, Floats, Meter, Quality, checked_metric
+
+Z_95 = 1.959964
+"""Standard deviations on either side of a mean that 95 % of a normal distribution lie within."""
+
+
+class Classification:
+    """One label per image. The paper's metric is the mean over the classes of each one's accuracy."""
+
+    metrics = ("accuracy", "mean_class_accuracy")
+
+    def check_metric(self, metric: str | None = None) -> str:
+        return checked_metric(metric, self.metrics)
+
+    def target(self, target: Tensor) -> Tensor:
+        if target.dim() != 1 or target.is_floating_point():
+            raise UserError(f"targets of shape {tuple(target.shape)} and type {target.dtype}: must be integers [N]")
+        return target.long()
+
+    def loss(self, logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+        return F.cross_entropy(logits.float(), self.target(target), label_smoothing=label_smoothing)
+
+    def distil(self, logits: Tensor, teacher: Tensor) -> Tensor:
+        student, wanted = logits.float().log_softmax(1), teacher.float().log_softmax(1)
+        return F.kl_div(student, wanted, reduction="batchmean", log_target=True)
+
+    def meter(self, num_classes: int) -> Meter:
+        return _Counts(self, num_classes)
+
+    def choices(self, num_classes: int, metric: str) -> Choices:
+        return _Choices(self, self.check_metric(metric))
+
+    def weights(self, target: Tensor, metric: str) -> Tensor:
+        """What a right answer counts for each image, one on average: the weighted share of right ones is the metric."""
+        target = self.target(target)
+        if self.check_metric(metric) == "accuracy":
+            return torch.ones(len(target), dtype=torch.float64, device=target.device)
+        total = torch.bincount(target)
+        return len(target) / ((total > 0).sum() * total[target].double())
+
+
+class _Choices:
+    """The largest class probability of each answer, and whether it is right."""
+
+    def __init__(self, task: Classification, metric: str) -> None:
+        self.task, self.metric = task, metric
+        self.sure: list[Tensor] = []
+        self.right: list[Tensor] = []
+        self.target: list[Tensor] = []
+
+    def add(self, answers: Sequence[Tensor], target: Tensor) -> None:
+        best = torch.stack([score.float().softmax(1) for score in answers], 1).max(2)
+        self.sure.append(best.values)
+        self.right.append(best.indices == target[:, None])
+        self.target.append(target)
+
+    @cached_property
+    def confidence(self) -> Floats:
+        return torch.cat(self.sure).cpu().numpy()
+
+    @cached_property
+    def worth(self) -> Floats:
+        weight_N = self.task.weights(torch.cat(self.target), self.metric)
+        worth: Floats = (torch.cat(self.right) * weight_N[:, None]).cpu().numpy()
+        return worth
+
+    def quality(self, leaves: npt.NDArray[np.intp]) -> float:
+        return float(self.worth[np.arange(len(leaves)), leaves].mean())
+
+
+class _Counts:
+    """Images and right answers of every class; a class without images is left out of the mean over classes."""
+
+    def __init__(self, task: Classification, num_classes: int) -> None:
+        self.task = task
+        self.total = torch.zeros(num_classes, dtype=torch.int64)
+        self.right = torch.zeros(num_classes, dtype=torch.int64)
+
+    def add(self, answers: Tensor, target: Tensor) -> None:
+        target, num_classes = self.task.target(target), len(self.total)
+        predicted = answers.argmax(1) if answers.is_floating_point() else answers
+        self.total += torch.bincount(target, minlength=num_classes).cpu()
+        self.right += torch.bincount(target[predicted == target], minlength=num_classes).cpu()
+
+    def quality(self, metric: str | None = None) -> Quality:
+        metric = self.task.check_metric(metric)
+        n = int(self.total.sum())
+        if not n:
+            raise UserError("no images to evaluate on")
+        seen = self.total > 0
+        right, total = self.right[seen].double(), self.total[seen].double()
+        values = {"accuracy": int(self.right.sum()) / n, "mean_class_accuracy": (right / total).mean().item()}
+        interval = wilson(values[metric], n) if metric == "accuracy" else mean_interval(right, total)
+        return Quality(metric=metric, value=values[metric], low=interval[0], high=interval[1], n=n, all=values)
+
+
+def wilson(share: float, n: int, z: float = Z_95) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of n images."""
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(right_K: Tensor, total_K: Tensor) -> tuple[float, float]:
+    """95 % interval of the mean over classes of right / total: the binomial variances of the classes add up.
+
+    Their shares are taken with half a right and half a wrong answer more: a class without an error is not certain.
+    """
+    mean = (right_K / total_K).mean().item()
+    share_K = (right_K + 0.5) / (total_K + 1)
+    half = Z_95 * math.sqrt((share_K * (1 - share_K) / total_K).sum().item()) / len(total_K)
+    return max(0.0, mean - half), min(1.0, mean + half)
