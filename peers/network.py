@@ -53,19 +53,26 @@ class ExitCost:
 def exit_costs(network: Peer, size: tuple[int, int], in_chans: int = 3) -> list[ExitCost]:
     """Macs of every exit for one image, counted while it runs: multiply-adds of convolutions and linear layers."""
     x = next(network.parameters()).new_zeros(1, in_chans, *size)
-    passed, was_training = [0], network.training
+    reached, passed = [], []  # macs in all before a classifier, and after it
+    was_training = network.training
     network.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
+
+        def note(*_: object) -> None:
+            reached.append(counter.get_total_flops() // 2)
+
+        heads = network.classifiers if network.nested else nn.ModuleList()
+        hooks = [head.register_forward_pre_hook(note) for head in heads]
         for _ in network.exits(x):
             passed.append(counter.get_total_flops() // 2)
-        counts = counter.get_flop_counts()
+    for hook in hooks:
+        hook.remove()
     network.train(was_training)
-    stages = [after - before for before, after in itertools.pairwise(passed)]
+    stages = [after - before for before, after in itertools.pairwise([0, *passed])]
     if not network.nested:
         return [ExitCost(macs, macs) for macs in stages]
-    name = type(network).__name__
-    heads = [sum(counts[f"{name}.classifiers.{k}"].values()) // 2 for k in range(len(stages))]
-    return [ExitCost(passed[k + 1] - sum(heads[:k]), stage) for k, stage in enumerate(stages)]
+    own = [after - before for before, after in zip(reached, passed, strict=True)]
+    return [ExitCost(passed[k] - sum(own[:k]), stage) for k, stage in enumerate(stages)]
 
 
 def num_params(network: nn.Module) -> int:

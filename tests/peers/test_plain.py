@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from peers.network import exit_costs, num_params
 from peers.plain import Plain
 from peers.zoo import PEERS
+from tests.peers.helpers import disturbed
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,7 @@ def test_macs_and_parameters_by_hand():
 
 def test_it_computes_what_it_says():
     """The network, layer by layer with other functions: the weights of a checkpoint mean what these names say."""
-    torch.manual_seed(0)
-    network = Plain((8, 12, 16), num_classes=5).eval()
-    with torch.no_grad():
-        for value in network.state_dict().values():
-            if value.is_floating_point():
-                value.add_(0.3 * torch.rand_like(value))
+    network = disturbed(Plain((8, 12, 16), num_classes=5))
     state, x = network.state_dict(), torch.randn(4, 3, 32, 32)
     y = F.gelu(F.conv2d(x, state["white.weight"], state["white.bias"]))
     for group in range(3):

@@ -1,29 +1,36 @@
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from cnmm.data import hold_out, open_data
 from cnmm.training import checkpoint
 from cnmm.training.teacher import open_teacher
 from peers import train as training
+from peers.msdnet import MSDNet, MSDNetConfig
 from peers.network import onnx_bytes
 from peers.plain import Plain
 from peers.recipes import peer_recipe
 from peers.train import Training, main, train_peer
 from peers.zoo import PEERS
 from tests.helpers import refused
+from tests.peers.helpers import disturbed
+
+TINY_MSDNET = MSDNetConfig(blocks=2, base=1, step=1, scales=2, width=4, growth=2, stride=2, head=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_peers():
     """A few kilobytes of each kind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PEERS, "plain_tiny", lambda **shape: Plain((4, 8, 8), **shape))
+        patch.setitem(PEERS, "plain_tiny", partial(Plain, (4, 8, 8)))
+        patch.setitem(PEERS, "msdnet_tiny", partial(MSDNet, TINY_MSDNET))
         yield
 
 
@@ -33,7 +40,7 @@ def spec(fashion_folder):
 
 
 SHORT = {"epochs": 2, "batch_size": 50, "val": 100}
-KINDS = [("plain_tiny", "own"), ("plain_tiny", "ours")]
+KINDS = [("plain_tiny", "own"), ("plain_tiny", "ours"), ("msdnet_tiny", "own"), ("msdnet_tiny", "ours")]
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +112,9 @@ def test_results_say_what_was_done_and_found(folder, spec):
     assert lines[-1]["quality"] == [row["validation"]["accuracy"]]
 
 
-@pytest.mark.parametrize("name", ["plain_tiny"])
+@pytest.mark.parametrize("name", ["plain_tiny", "msdnet_tiny"])
 def test_onnx_says_what_torch_says(name, tmp_path):
-    torch.manual_seed(0)
-    network = PEERS[name](num_classes=7, in_chans=3)
-    with torch.no_grad():
-        for value in network.state_dict().values():
-            if value.is_floating_point():
-                value.add_(0.1 * torch.rand_like(value))
+    network = disturbed(PEERS[name](num_classes=7, in_chans=3)).train()
     session = onnxruntime.InferenceSession(onnx_bytes(network, (32, 32)))
     assert network.training
     network.eval()
@@ -126,6 +128,20 @@ def test_onnx_says_what_torch_says(name, tmp_path):
 def test_a_peer_teaches_a_peer(folder, spec, tmp_path, no_onnx):
     train_peer("plain_tiny", spec, tmp_path / "a", teacher=str(folder / "model.onnx"), **SHORT | {"epochs": 1})
     assert (tmp_path / "a" / "teacher.safetensors").is_file()
+
+
+def test_losses_of_all_exits_are_summed_and_the_last_exit_teaches_the_others(spec, tmp_path):
+    config = peer_recipe("msdnet_tiny", "ours", precision="float32", **SHORT)
+    peer = Training("msdnet_tiny", open_data(spec), config, tmp_path)
+    batch = next(peer.images.training_batches(peer.data.train, peer.kept, 0))
+    peer.network.train()
+    scores = [each.detach() for each in peer.network.exits(batch.images)]
+    hard = [F.cross_entropy(score, batch.labels, label_smoothing=0.1) for score in scores]
+    torch.testing.assert_close(peer.loss(batch, distilled=False), sum(hard))
+    best = scores[-1].softmax(1)
+    soft = [F.kl_div(score.log_softmax(1), best, reduction="batchmean") for score in scores[:-1]]
+    wanted = hard[-1] + sum(0.5 * a + 0.5 * b for a, b in zip(hard, soft, strict=False))
+    torch.testing.assert_close(peer.loss(batch, distilled=True).detach(), wanted)
 
 
 def test_minutes_tell_the_epochs_and_are_kept(spec, tmp_path, monkeypatch, no_onnx):
