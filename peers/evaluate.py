@@ -12,68 +12,69 @@ from torch import Tensor
 
 from cnmm.cascade import Threshold
 from cnmm.evaluation.calibrate import calibrate
-from cnmm.evaluation.task import Classification, Meter
+from cnmm.evaluation.quality import Choices, Meter, Quality, Task
 from peers.network import ExitCost, Peer
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the exits of a peer said about labelled images: [images, exits]."""
+    """What the exits of a peer said about labelled images."""
 
-    confidence: np.ndarray
-    """Probability of the best class."""
-    right: np.ndarray
     meters: list[Meter]
     """One for each exit."""
+    choices: Choices
+    """What early exit would make of them."""
+
+    @property
+    def qualities(self) -> list[Quality]:
+        """Of every exit."""
+        return [meter.quality() for meter in self.meters]
 
 
 @torch.no_grad()
-def ask(network: Peer, batches: Iterable[tuple[Tensor, Tensor]]) -> Answers:
+def ask(network: Peer, batches: Iterable[tuple[Tensor, Tensor]], task: Task, num_classes: int) -> Answers:
     """All exits about all images, in float32, with the running statistics."""
-    confidence, right = [], []
-    meters: list[Meter] = []
+    found = Answers([], task.choices(num_classes, task.check_metric()))
     was_training = network.training
     network.eval()
-    for images, labels in batches:
+    for images, target in batches:
         scores = list(network.exits(images.contiguous(memory_format=torch.channels_last)))
-        meters = meters or [Classification().meter(scores[0].shape[1]) for _ in scores]
-        for meter, score in zip(meters, scores, strict=True):
-            meter.add(score, labels)
-        best = torch.stack([score.float().softmax(1) for score in scores], 1).max(2)
-        confidence.append(best.values)
-        right.append(best.indices == labels[:, None])
+        found.meters.extend(task.meter(num_classes) for _ in scores[len(found.meters) :])
+        for meter, score in zip(found.meters, scores, strict=True):
+            meter.add(score, target)
+        found.choices.add(scores, target)
     network.train(was_training)
-    return Answers(torch.cat(confidence).numpy(), torch.cat(right).numpy(), meters)
+    return found
 
 
 def exit_rows(costs: list[ExitCost], splits: dict[str, Answers]) -> list[dict[str, Any]]:
     """Every exit with its macs and what it answers on the images of every split."""
-    rows = []
-    for number, cost in enumerate(costs):
-        row: dict[str, Any] = {"exit": number + 1, "macs": cost.macs, "stage_macs": cost.stage}
-        for split, answers in splits.items():
-            found = answers.meters[number].quality()
-            row[split] = {found.metric: found.value, "low": found.low, "high": found.high, "n": found.n}
-        rows.append(row)
+    rows: list[dict[str, Any]] = [
+        {"exit": number, "macs": cost.macs, "stage_macs": cost.stage} for number, cost in enumerate(costs, 1)
+    ]
+    for split, answers in splits.items():
+        for row, quality in zip(rows, answers.qualities, strict=True):
+            row[split] = {**quality.all, "low": quality.low, "high": quality.high, "n": quality.n}
+            if quality.per_class:
+                row[split]["per_class"] = quality.per_class
     return rows
 
 
-def early_exit_rows(costs: list[ExitCost], held_out: Answers, test: Answers | None) -> list[dict[str, Any]]:
+def early_exit_rows(costs: list[ExitCost], held_out: Choices, test: Choices | None) -> list[dict[str, Any]]:
     """What average budgets buy, cheapest first: thresholds from the held-out images, and what they do to test images.
 
     The calibration is the mixtures' own. An image pays for every classifier it passes.
     """
     stages = [cost.stage for cost in costs]
     rows = []
-    for row in calibrate(held_out.confidence, held_out.right, stages):
-        found = {"confidence": row.confidence, "validation": {"macs": row.average_macs, "accuracy": row.quality}}
+    for row in calibrate(held_out.confidence, held_out.worth, stages, held_out.quality):
+        found = {"confidence": row.confidence, "validation": {"macs": row.average_macs, "quality": row.quality}}
         rows.append(found | ({"test": _spent(row, stages, test)} if test else {}))
     return rows
 
 
-def _spent(row: Threshold, stages: list[int], answers: Answers) -> dict[str, float]:
-    """Average macs and accuracy if images leave at these confidences."""
-    sure = answers.confidence[:, :-1] >= np.array(row.confidence)
+def _spent(row: Threshold, stages: list[int], choices: Choices) -> dict[str, float]:
+    """Average macs and quality if images leave at these confidences."""
+    sure = choices.confidence[:, :-1] >= np.array(row.confidence)
     leaves = np.concatenate([sure, np.ones((len(sure), 1), bool)], 1).argmax(1)
-    accuracy = answers.right[np.arange(len(leaves)), leaves].mean()
-    return {"macs": float(np.cumsum(stages)[leaves].mean()), "accuracy": float(accuracy)}
+    return {"macs": float(np.cumsum(stages)[leaves].mean()), "quality": choices.quality(leaves)}

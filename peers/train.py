@@ -30,7 +30,9 @@ from cnmm._errors import UserError
 from cnmm._files import to_bytes, write_atomically, write_json
 from cnmm._machine import keep_freed_memory, machine
 from cnmm.data import DataSet, hold_out, open_data
-from cnmm.evaluation.task import Classification
+from cnmm.data.dataset import Split
+from cnmm.evaluation.classification import Classification
+from cnmm.evaluation.quality import Task
 from cnmm.training.batches import Batch, Images, steps_per_epoch, use_bfloat16
 from cnmm.training.checkpoint import restore, save_state
 from cnmm.training.config import TrainConfig
@@ -38,7 +40,7 @@ from cnmm.training.loop import check_finite
 from cnmm.training.objective import Lesson
 from cnmm.training.stem import stem_images
 from cnmm.training.teacher import teacher_answers
-from peers.evaluate import ask, early_exit_rows, exit_rows
+from peers.evaluate import Answers, ask, early_exit_rows, exit_rows
 from peers.network import Peer, exit_costs, num_params, onnx_bytes
 from peers.optim import PeerOptimizer
 from peers.recipes import RECIPES, peer_recipe, recorded
@@ -61,7 +63,7 @@ class Training:
         torch.manual_seed(config.seed)
         self.network: Peer = create_peer(name, data)
         self.optimizer = PeerOptimizer(self.network, config)
-        self.task = Classification()
+        self.task: Task = Classification()
 
     def start(self) -> int:
         """Puts the last checkpoint back, or what the weights start from; returns the epochs that are done."""
@@ -98,20 +100,20 @@ class Training:
         losses = [lesson.loss(score, share) for score in scores[:-1]]
         return torch.stack([*losses, lesson.loss(scores[-1], 0.0)]).sum()
 
-    def held_out_answers(self) -> list[float]:
-        """Quality of every exit on the held-out images."""
-        answers = ask(self.network, self.images.batches(self.data.train, self.held_out))
-        return [meter.quality().value for meter in answers.meters]
+    def ask(self, split: Split, chosen: np.ndarray) -> Answers:
+        """What all exits say about some images."""
+        return ask(self.network, self.images.batches(split, chosen), self.task, len(self.data.classes))
 
     def results(self) -> dict[str, Any]:
         """Figures of every exit, and of early exit where exits are nested, on held-out and test images."""
-        splits = {"validation": ask(self.network, self.images.batches(self.data.train, self.held_out))}
+        splits = {"validation": self.ask(self.data.train, self.held_out)}
         if self.data.test is not None:
-            splits["test"] = ask(self.network, self.images.batches(self.data.test, np.arange(len(self.data.test))))
+            splits["test"] = self.ask(self.data.test, np.arange(len(self.data.test)))
         costs = exit_costs(self.network, self.data.size, self.data.in_chans)
         found: dict[str, Any] = {"params": num_params(self.network), "exits": exit_rows(costs, splits)}
         if self.network.nested:
-            found["early_exit"] = early_exit_rows(costs, splits["validation"], splits.get("test"))
+            test = splits["test"].choices if "test" in splits else None
+            found["early_exit"] = early_exit_rows(costs, splits["validation"].choices, test)
         return found
 
     def step_s(self) -> float:
@@ -155,7 +157,7 @@ def train_peer(
         clocks = time.monotonic(), time.process_time()
         loss = training.epoch(epoch)
         clocks = time.monotonic() - clocks[0], time.process_time() - clocks[1]
-        quality = training.held_out_answers()
+        quality = [found.value for found in training.ask(training.data.train, training.held_out).qualities]
         line = {"epoch": epoch + 1, "loss": loss, "quality": quality, "seconds": clocks[0], "cpu_seconds": clocks[1]}
         run_folder.append_log(folder, {"step": (epoch + 1) * training.steps, **line})
         save_state(folder, training.network, training.optimizer, {}, (epoch + 1) * training.steps)
@@ -201,6 +203,7 @@ def _finish(training: Training, data: str, command: str) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / run_folder.LOG_FILE).read_text("utf-8").splitlines()]
     results = {
         **_about(training),
+        "metric": training.task.metrics[0],
         "command": command,
         "machine": machine(),
         "threads": torch.get_num_threads(),
