@@ -51,12 +51,16 @@ class Plain(Peer):
         maps = self.groups(F.gelu(self.white(x)))
         yield self.head(maps.amax((2, 3))) * SCALE
 
-    @torch.no_grad()
     def start(self, images: Tensor) -> None:
-        """The first convolution whitens 2x2 patches: their scaled eigenvectors, and these with the other sign."""
-        in_chans = images.shape[1]
-        patches = F.unfold(images, 2).transpose(1, 2).reshape(-1, 4 * in_chans)
-        values, vectors = torch.linalg.eigh((patches.T @ patches / len(patches)).double())
-        rows = (vectors / (values + WHITENING_EPS).sqrt()).T.float().view(-1, in_chans, 2, 2)
-        self.white.weight.copy_(torch.cat([rows, -rows]))
-        nn.init.zeros_(cast(nn.Parameter, self.white.bias))
+        whiten(self.white, images)
+
+
+@torch.no_grad()
+def whiten(convolution: nn.Conv2d, images: Tensor) -> None:
+    """A 2x2 convolution that whitens patches: their scaled eigenvectors, and these with the other sign."""
+    in_chans = images.shape[1]
+    patches = F.unfold(images, 2).transpose(1, 2).reshape(-1, 4 * in_chans)
+    values, vectors = torch.linalg.eigh((patches.T @ patches / len(patches)).double())
+    rows = (vectors / (values + WHITENING_EPS).sqrt()).T.float().view(-1, in_chans, 2, 2)
+    convolution.weight.copy_(torch.cat([rows, -rows]))
+    nn.init.zeros_(cast(nn.Parameter, convolution.bias))

@@ -30,7 +30,7 @@ def ours(**fields: Any) -> TrainConfig:
 
 
 def plain(**fields: Any) -> TrainConfig:
-    """A plain network's: large batches and rates, Nesterov's momentum, a line up and a line down."""
+    """A plain or slimmable network's: large batches and rates, Nesterov's momentum, a line up and a line down."""
     own: dict[str, Any] = {
         "optimizer": "sgd",
         "epochs": 16,
@@ -46,7 +46,7 @@ def plain(**fields: Any) -> TrainConfig:
 
 
 def steady(**fields: Any) -> TrainConfig:
-    """MSDNet's and slimmable networks' own: SGD 0.1, decay 1e-4 on everything, batch 64, cosine, black borders."""
+    """MSDNet's own: SGD 0.1, decay 1e-4 on everything, batch 64, cosine, black borders."""
     own: dict[str, Any] = {"recipe": "own", "epochs": 300, "batch_size": 64, "lr": 0.1, "precision": "auto"}
     return TrainConfig(**(own | fields))
 
@@ -55,7 +55,7 @@ def peer_recipe(name: str, recipe: str = "own", **fields: Any) -> TrainConfig:
     """The training of a named peer."""
     if recipe not in RECIPES:
         raise UserError(f"recipe {recipe!r}: must be one of {', '.join(RECIPES)}")
-    own = plain if name.startswith("plain") else steady
+    own = steady if name.startswith("msdnet") else plain
     config = own(**fields) if recipe == "own" else ours(**fields)
     return dataclasses.replace(config, recipe=recipe)
 

@@ -14,6 +14,7 @@ from cnmm.data import DataSet
 from peers.msdnet import MSDNet, MSDNetConfig
 from peers.network import Peer, exit_costs, num_params
 from peers.plain import Plain
+from peers.slimmable import Slimmable
 
 LIN5 = partial(MSDNetConfig, blocks=5, base=1, step=1, growth_mode="lin_grow")
 
@@ -27,6 +28,7 @@ PEERS: dict[str, Callable[..., Peer]] = {
     "msdnet_lin5": partial(MSDNet, LIN5()),
     "msdnet_lin5_s2": partial(MSDNet, LIN5(stride=2, width=20)),
     "msdnet_lin5_narrow": partial(MSDNet, LIN5(width=10, growth=3, head=64)),
+    "slimmable_12m": partial(Slimmable, (16, 72, 96)),
 }
 
 

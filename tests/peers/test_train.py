@@ -17,6 +17,7 @@ from peers.msdnet import MSDNet, MSDNetConfig
 from peers.network import onnx_bytes
 from peers.plain import Plain
 from peers.recipes import peer_recipe
+from peers.slimmable import Slimmable
 from peers.train import Training, main, train_peer
 from peers.zoo import PEERS
 from tests.helpers import refused
@@ -31,6 +32,7 @@ def small_peers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PEERS, "plain_tiny", partial(Plain, (4, 8, 8)))
         patch.setitem(PEERS, "msdnet_tiny", partial(MSDNet, TINY_MSDNET))
+        patch.setitem(PEERS, "slimmable_tiny", partial(Slimmable, (4, 8, 8)))
         yield
 
 
@@ -41,6 +43,7 @@ def spec(fashion_folder):
 
 SHORT = {"epochs": 2, "batch_size": 50, "val": 100}
 KINDS = [("plain_tiny", "own"), ("plain_tiny", "ours"), ("msdnet_tiny", "own"), ("msdnet_tiny", "ours")]
+KINDS += [("slimmable_tiny", "own"), ("slimmable_tiny", "ours")]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +115,7 @@ def test_results_say_what_was_done_and_found(folder, spec):
     assert lines[-1]["quality"] == [row["validation"]["accuracy"]]
 
 
-@pytest.mark.parametrize("name", ["plain_tiny", "msdnet_tiny"])
+@pytest.mark.parametrize("name", ["msdnet_tiny", "slimmable_tiny"])
 def test_onnx_says_what_torch_says(name, tmp_path):
     network = disturbed(PEERS[name](num_classes=7, in_chans=3)).train()
     session = onnxruntime.InferenceSession(onnx_bytes(network, (32, 32)))
