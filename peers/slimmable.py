@@ -37,7 +37,7 @@ class SlimGroup(nn.Module):
         self.a, self.b = SlimConv(c_in, c_out), SlimConv(c_out, c_out)
         self.na, self.nb = (nn.ModuleList(nn.BatchNorm2d(width) for width in self.widths) for _ in "ab")
 
-    def narrow(self, x: Tensor, number: int) -> Tensor:
+    def forward(self, x: Tensor, number: int) -> Tensor:
         width = self.widths[number]
         x = F.gelu(self.na[number](F.max_pool2d(self.a.narrow(x, width), 2)))
         return F.gelu(self.nb[number](self.b.narrow(x, width)))
@@ -61,7 +61,7 @@ class Slimmable(Peer):
         """Scores of one width."""
         x = F.gelu(self.white(x))
         for group in self.groups:
-            x = group.narrow(x, number)
+            x = group(x, number)
         x = x.amax((2, 3))
         return F.linear(x, self.head.weight[:, : x.shape[1]]) * SCALE
 
