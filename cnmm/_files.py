@@ -1,58 +1,127 @@
 """Files: written in one step, JSON with its format version, safetensors. Nothing here unpickles.
 
-Files and folders are written aside, synced and renamed: what is there is complete.
+Files and folders are written aside, synced and renamed: what is there is complete. What a killed process has left aside
+is swept away by the next one that writes to the same place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cnmm._errors import INSTALL_TRAIN, UserError
+from cnmm._lock import abandoned, hold
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT_VERSION = 1
+_ASIDE = ".aside"
+"""How the names of files and folders end that are not complete yet; they are hidden as well."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replaces a file in one step: written aside, synced, renamed, and the folder synced."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with _beside(path, lambda: tempfile.mkstemp(**_hidden(path))) as (aside, handle):
+        with os.fdopen(handle, "wb", closefd=False) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            os.fsync(handle)
+        os.chmod(aside, 0o644)
+        if os.name == "nt":  # where only closed files can be renamed
+            os.close(handle)
+        os.replace(aside, path)
     sync_folder(path.parent)
 
 
 @contextmanager
-def written_aside(folder: str | Path) -> Iterator[Path]:
-    """A folder that appears under its name when it is complete, or not at all."""
+def written_aside(folder: str | Path, *, overwrite: str | None = None) -> Iterator[Path]:
+    """A folder that appears under its name when it is complete, or not at all.
+
+    `overwrite`: a folder that has a file of this name is replaced by it.
+    """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    old = folder.is_dir() and overwrite is not None and (folder / overwrite).is_file()
+    if folder.exists() and not old and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists; remove it, or choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
+    with _beside(folder, lambda: _made_folder(folder)) as (aside, _):
         yield aside
         os.chmod(aside, 0o755)
-        os.replace(aside, folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+        if old:
+            with _beside(folder, lambda: _made_folder(folder)) as (gone, _):
+                os.rmdir(gone)
+                os.replace(folder, gone)
+                os.replace(aside, folder)
+        else:
+            os.replace(aside, folder)
+    sync_folder(folder.parent)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder of the system's temporary ones that is gone afterwards; after a kill, when the next is made."""
+    place = Path(tempfile.gettempdir()) / "cnmm"
+    with _beside(place, lambda: _made_folder(place)) as (folder, _):
+        yield folder
+
+
+def sweep(folder: Path) -> None:
+    """Removes what processes that are gone have left aside in a folder."""
+    with suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            if entry.name.startswith(".") and entry.name.endswith(_ASIDE):
+                with abandoned(Path(entry.path)) as free:
+                    if free:
+                        _remove(Path(entry.path))
+
+
+@contextmanager
+def _beside(path: Path, make: Callable[[], tuple[int, str]]) -> Iterator[tuple[Path, int]]:
+    """A hidden file or folder beside `path` and its handle; what is still there in the end is removed.
+
+    It is held as long as its process lives, so others know what to sweep away.
+    """
+    sweep(path.parent)
+    handle, name = make()
+    while not (hold(handle, wait=True) and os.path.exists(name)):  # swept away before it was held
+        os.close(handle)
+        handle, name = make()
+    try:
+        yield Path(name), handle
+    finally:
+        with suppress(OSError):
+            os.close(handle)
+        _remove(Path(name))
+
+
+def _hidden(path: Path) -> dict[str, Any]:
+    return {"dir": path.parent, "prefix": f".{path.name}.", "suffix": _ASIDE}
+
+
+def _made_folder(path: Path) -> tuple[int, str]:
+    name = tempfile.mkdtemp(**_hidden(path))
+    return (os.open(os.devnull, os.O_RDONLY) if os.name == "nt" else os.open(name, os.O_RDONLY)), name
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> str:
+    """sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Self, get_args
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import FORMAT_VERSION, check_version, write_json
+from cnmm._files import FORMAT_VERSION, check_version, checksum, write_json
 from cnmm.budget import Budget, parse_budget, prefix_of
 from cnmm.cascade import Cascade
 from cnmm.lattice import Rule
@@ -77,6 +78,9 @@ class Frontier:
     buffers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     """Re-estimated batch statistics of the envelope points (and of the cascade): tensors by point and by name in the
     mixture's state. `cnmm.measure` fills it in; a run folder keeps it in a file of its own."""
+    checksums: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Of the files of the run folder that it belongs to, by name: weights, orders and statistics. Others would make its
+    figures wrong."""
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -184,6 +188,7 @@ class Frontier:
             "full_macs": self.full_macs,
             "points": [dataclasses.asdict(point) for point in self.points],
             "cascade": self.cascade.to_dict() if self.cascade else None,
+            **({"checksums": dict(self.checksums)} if self.checksums else {}),
         }
 
     @classmethod
@@ -199,6 +204,7 @@ class Frontier:
             full_macs=_fields.get(data, "full_macs", _fields.POSITIVE),
             points=tuple(_read_point(entry, f"points[{number}].") for number, entry in enumerate(points)),
             cascade=None if cascade is None else Cascade.from_dict(cascade),
+            checksums=_fields.get(data, "checksums", _CHECKSUMS) or {},
         )
 
     def to_csv(self) -> str:
@@ -225,14 +231,32 @@ class Frontier:
             raise UserError(f"{path}: cannot be read as a frontier: {error}") from None
 
 
+def load_frontier(folder: str | Path) -> Frontier:
+    """The frontier of a run folder, if the files that it was measured with are still there."""
+    path = Path(folder) / FRONTIER_FILE
+    if not path.is_file():
+        raise UserError(f"{folder}: its frontier has not been measured; run: cnmm frontier {folder}")
+    for _ in range(2):  # another process may replace it while it is read
+        frontier = Frontier.load(path)
+        other = [name for name, value in frontier.checksums.items() if _checksum(path.with_name(name)) != value]
+        if not other:
+            return frontier
+    raise UserError(
+        f"{path}: it was measured with another {other[0]} than the one beside it; measure again: cnmm frontier {folder}"
+    )
+
+
+def _checksum(path: Path) -> str | None:
+    return checksum(path) if path.is_file() else None
+
+
 def find_frontier(folder: str | Path) -> Frontier:
     """The frontier of a run folder or of a ladder folder."""
-    for name in (LADDER_FILE, FRONTIER_FILE):
-        if (Path(folder) / name).is_file():
-            return Frontier.load(Path(folder) / name)
+    if (Path(folder) / LADDER_FILE).is_file():
+        return Frontier.load(Path(folder) / LADDER_FILE)
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such folder; give a run folder or a ladder folder")
-    raise UserError(f"{folder}: its frontier has not been measured; run: cnmm frontier {folder}")
+    return load_frontier(folder)
 
 
 def metric_words(metric: str) -> str:
@@ -272,6 +296,18 @@ _CHECKS: dict[str, _fields.Check] = {
     "per_class": _fields.list_of(_fields.or_null(_fields.SHARE)),
     "on_envelope": _fields.TRUTH,
 }
+
+
+def _are_checksums(value: object) -> bool:
+    """By plain names of files: the folder's own, nothing else."""
+    return value is None or (
+        isinstance(value, Mapping)
+        and all(isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name, re.ASCII) for name in value)
+        and all(isinstance(digest, str) for digest in value.values())
+    )
+
+
+_CHECKSUMS: _fields.Check = (_are_checksums, "an object of checksums by plain file name")
 
 
 def _read_point(entry: Mapping[str, Any], where: str) -> FrontierPoint:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,34 +19,32 @@ from typing import Any, Literal
 import torch
 
 from cnmm._errors import UserError
-from cnmm._files import write_atomically, written_aside
+from cnmm._files import scratch_folder, write_atomically, written_aside
 from cnmm.budget import Budget, parse_budget
 from cnmm.config import Device, Preprocessing
 from cnmm.cost import CostTable
 from cnmm.distributed import pick_device
 from cnmm.draw import save_picture
-from cnmm.evaluation.damage import measure_orders
 from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.measure import Progress as MeasuringProgress
-from cnmm.evaluation.measure import measure
 from cnmm.evaluation.plot import plot_frontier
 from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.report import NUM_EXAMPLES, Examples, report_page, shown_points
 from cnmm.evaluation.search import Rules
-from cnmm.evaluation.statistics import load_statistics, reestimated, save_statistics, with_statistics
+from cnmm.evaluation.statistics import reestimated, with_statistics
 from cnmm.evaluation.task import task_of
 from cnmm.export.ladder import export_ladder
 from cnmm.export.network import ExportPrecision, check_new_file, onnx_bytes, quality_of_file
 from cnmm.export.slim import SlimNetwork, save_slim, slim
 from cnmm.frontier import FRONTIER_FILE, RAW, RE_ESTIMATED, Frontier, FrontierPoint
 from cnmm.ladder import Ladder, read_ladder
-from cnmm.lattice import OperatingPoint, Orders
+from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
-from cnmm.orders import save_orders
 from cnmm.pretrained import resolve
 from cnmm.prune import named_point
 from cnmm.run_folder import is_run, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
+from cnmm.run_measuring import measure_frontier, read_frontier
 from cnmm.runtime.latency import p95
 from cnmm.runtime.session import Session
 from cnmm.training.batches import Images, start_workers
@@ -139,10 +136,7 @@ class Run:
     @cached_property
     def frontier(self) -> Frontier:
         """Its measured points, with the statistics of the best of them."""
-        path = self.folder / FRONTIER_FILE
-        if not path.is_file():
-            raise UserError(f"{self.folder}: its frontier has not been measured; run: cnmm frontier {self.folder}")
-        return dataclasses.replace(Frontier.load(path), buffers=load_statistics(self.folder))
+        return read_frontier(self.folder)
 
     def latency(self) -> dict[str, float]:
         """p95 milliseconds by point as measured on this machine; nothing if nothing was."""
@@ -158,9 +152,8 @@ class Run:
         """
         if self._measured_raw():
             return with_statistics(self.model, {})
-        stored = load_statistics(self.folder).get(point.name)
-        if stored:
-            return with_statistics(self.model, stored)
+        if self._is_measured() and point.name in self.frontier.buffers:
+            return with_statistics(self.model, self.frontier.buffers[point.name])
         try:
             batches = self.images.statistics()
         except (OSError, UserError) as error:
@@ -171,7 +164,10 @@ class Run:
         return reestimated(self.model, batches, point)
 
     def _measured_raw(self) -> bool:
-        return (self.folder / FRONTIER_FILE).is_file() and self.frontier.points[0].statistics == RAW
+        return self._is_measured() and self.frontier.points[0].statistics == RAW
+
+    def _is_measured(self) -> bool:
+        return (self.folder / FRONTIER_FILE).is_file()
 
     # What is done with it
 
@@ -252,46 +248,32 @@ class Run:
         metric: str | None = None,
         statistics: Literal["re-estimated", "raw"] = "re-estimated",
         on_progress: Callable[[MeasuringProgress], None] = lambda progress: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Frontier:
         """Measures operating points on held-out images and writes the frontier into the run folder.
 
         `images` and `points` limit how many; `test` adds test figures to the best points. With `statistics="raw"`
         every point keeps the run's own statistics, as in the paper: nothing is re-estimated. Cutting orders by damage
         are measured if the rule needs them and the run has none yet.
+
+        What was measured is kept: after a kill, or when `should_stop` says so, the same call goes on from there, to the
+        same frontier. Until the new one is complete, the run has its old one.
         """
-        split, part, chosen = self.images.measured(images)
-        if rule in ("damage", "all") and self.model.orders is None and self.model.config.mixing == "gates":
-            self.measure_orders()
-        frontier = measure(
+        self.__dict__["frontier"] = measure_frontier(
+            self.folder,
             self.model,
-            self.images.batches(part, chosen),
-            statistics=None if statistics == RAW else self.images.statistics(),
-            test=self.images.batches(*self.images.split("test")) if test else None,
+            self.images,
             rule=rule,
+            num_images=images,
             num_points=points,
+            test=test,
             metric=metric,
-            split=split,
+            raw=statistics == RAW,
+            latency=self.latency(),
             on_progress=on_progress,
+            should_stop=should_stop,
         )
-        self._write_frontier(frontier)
-        return frontier
-
-    def measure_orders(self) -> Orders:
-        """Measures which cuts do the least damage, on training images, and writes the orders into the run folder."""
-        logger.info("measuring which cuts do the least damage, on training images")
-        self.model.orders = measure_orders(self.model, self.images.damage())
-        save_orders(self.folder, self.model.orders)
-        return self.model.orders
-
-    def _write_frontier(self, frontier: Frontier) -> None:
-        """All about a frontier; frontier.json last, as it speaks of what must be there."""
-        figure = plot_frontier(frontier, self.latency())
-        save_statistics(self.folder, frontier.buffers)
-        write_atomically(self.folder / "frontier.csv", frontier.to_csv().encode())
-        for suffix in (".svg", ".png"):
-            save_picture(figure, self.folder / f"frontier{suffix}")
-        frontier.save(self.folder / FRONTIER_FILE)
-        self.__dict__["frontier"] = frontier
+        return self.frontier
 
     def plot(self, path: str | Path) -> None:
         """Draws the frontier: .svg or .png."""
@@ -374,9 +356,9 @@ class Run:
     @contextmanager
     def as_ladder(self, points: int = _LADDER_POINTS) -> Iterator[Path]:
         """A ladder folder of its frontier's points that is gone afterwards."""
-        with tempfile.TemporaryDirectory(prefix="cnmm-") as place:
-            self.export_ladder(Path(place) / "ladder", points)
-            yield Path(place) / "ladder"
+        with scratch_folder() as place:
+            self.export_ladder(place / "ladder", points)
+            yield place / "ladder"
 
     def report(self, out: str | Path | None = None) -> Path:
         """One HTML page about all of it (default RUN/report.html); without images at hand it has no examples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Iterator
 from functools import cached_property
@@ -64,6 +65,11 @@ class RunImages:
     @property
     def num_held_out(self) -> int:
         return len(self._parts[1])
+
+    def identity(self) -> str:
+        """Tells other images from these, and other ones held out."""
+        parts = self.data.train.labels, self._parts[1]
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     def split(self, name: str) -> tuple[Split, np.ndarray]:
         """The images of "validation" or "test", and which of them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cnmm"
 
-PRIVATE = {"_errors", "_fields", "_files", "_machine", "palette"}
+PRIVATE = {"_errors", "_fields", "_files", "_lock", "_machine", "palette"}
 PAPER = {
     "config",
     "lattice",
@@ -27,7 +27,7 @@ PAPER = {
     "run_folder",
 }
 VALUES = {"budget", "cascade", "frontier", "ladder"}
-RUN = {"run", "run_images", "run_training"}
+RUN = {"run", "run_images", "run_measuring", "run_training"}
 BELOW_EVALUATION = {"private", "paper", "values", "data"}
 MAY_IMPORT = {
     "private": set(),

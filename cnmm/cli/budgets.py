@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from cnmm.budget import parse_budget
+from cnmm.cli.signals import stopping
 from cnmm.cli.terminal import NO_HINT, Bar, Common, percent, point_row, print_table, say
 from cnmm.frontier import FRONTIER_FILE, Frontier, find_frontier, metric_words
 from cnmm.runtime.latency import measured_p95
@@ -50,7 +51,7 @@ class MeasureFrontier:
         from cnmm.cli.loading import open_run
 
         run = open_run(self.run, self.data, picture=self.plot)
-        with MeasuringBar() as bar:
+        with MeasuringBar() as bar, stopping("the same command goes on from there") as should_stop:
             frontier = run.measure(
                 rule=self.rule,
                 images=self.images,
@@ -59,6 +60,7 @@ class MeasureFrontier:
                 statistics=self.statistics,
                 test=self.test,
                 on_progress=bar.update,
+                should_stop=should_stop,
             )
         if self.plot is not None:
             run.plot(self.plot)

@@ -23,6 +23,7 @@ from cnmm.cli.evaluating import Evaluate
 from cnmm.cli.exporting import Export, Report, Slim
 from cnmm.cli.models import Draw, Info, Models
 from cnmm.cli.running import Bench, Predict
+from cnmm.cli.signals import Terminated, terminable
 from cnmm.cli.terminal import Verb, one_line, say
 from cnmm.cli.training import Train
 
@@ -59,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     speak_for_the_library()
     debug = "--debug" in args or os.environ.get("CNMM_DEBUG", "0") not in ("", "0")
     try:
-        status = run(args)
-        sys.stdout.flush()
+        with terminable():
+            status = run(args)
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,9 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (*OWN_ERRORS, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
-        interrupted = isinstance(error, KeyboardInterrupt)
-        say("interrupted" if interrupted else one_line(error))
-        return 130 if interrupted else 2
+        if not isinstance(error, KeyboardInterrupt):
+            say(one_line(error))
+            return 2
+        terminated = isinstance(error, Terminated)
+        say("terminated" if terminated else "interrupted")
+        return 143 if terminated else 130
 
 
 def speak_for_the_library() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -13,6 +11,7 @@ from tyro.conf import arg
 
 from cnmm.cli.evaluating import evaluation_row, show_exits
 from cnmm.cli.flags import DEFAULT_RECIPE, Flags, asked_recipe, training_flags, variant_flags, with_flags
+from cnmm.cli.signals import stopping
 from cnmm.cli.terminal import NO_HINT, Bar, Common, say
 from cnmm.plan import require_torch
 
@@ -52,51 +51,28 @@ class Train:
     def answer(self) -> dict[str, Any]:
         require_torch()
         from cnmm.run_training import train
-        from cnmm.training.loop import Stopped
 
-        with TrainingBar() as bar, stopping() as asked:
-            try:
-                run = train(
-                    self.data,
-                    self.out,
-                    model=self.model,
-                    recipe=self.recipe,
-                    init=self.init,
-                    resume=self.resume,
-                    skip_bad=self.skip_bad,
-                    on_step=bar.step,
-                    on_epoch=bar.epoch,
-                    should_stop=lambda: bool(asked),
-                    **self.training.given(),
-                    **self.variant.given(),
-                )
-            except Stopped as stop:
-                say(f"{stop}; continue with the same command and --resume")
-                raise KeyboardInterrupt from None
+        with TrainingBar() as bar, stopping("continue with the same command and --resume") as should_stop:
+            run = train(
+                self.data,
+                self.out,
+                model=self.model,
+                recipe=self.recipe,
+                init=self.init,
+                resume=self.resume,
+                skip_bad=self.skip_bad,
+                on_step=bar.step,
+                on_epoch=bar.epoch,
+                should_stop=should_stop,
+                **self.training.given(),
+                **self.variant.given(),
+            )
         return {"run": str(self.out), **evaluation_row(run.evaluation)} if run.evaluation else {}
 
     def show(self, answer: dict[str, Any]) -> None:
         if answer:  # process 0 speaks for all
             show_exits(answer)
             say(f"trained: {answer['run']}")
-
-
-@contextmanager
-def stopping() -> Iterator[list[bool]]:
-    """While this runs, the first Ctrl-C only asks to stop after the step; a second one interrupts at once."""
-    asked: list[bool] = []
-
-    def ask(*_: object) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(True)
-        say("stopping after this step; press Ctrl-C again to stop at once")
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class TrainingBar(Bar):

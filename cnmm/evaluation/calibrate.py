@@ -9,7 +9,7 @@ Shapes: N images, E exits, the last of which takes all that come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from cnmm.cascade import Cascade, Threshold, stage_macs
 from cnmm.cost import CostTable
+from cnmm.evaluation.batches import Batches
+from cnmm.evaluation.kept import Kept
 from cnmm.evaluation.quality import Floats
 from cnmm.evaluation.task import task_of
 from cnmm.lattice import OperatingPoint
@@ -43,11 +45,12 @@ BUDGETS = tuple(k / 20 for k in range(3, 19))
 
 def measure_cascade(
     model: Mixture,
-    validation: Iterable[tuple[Tensor, Tensor]],
+    validation: Batches[tuple[Tensor, Tensor]],
     settle: Callable[[OperatingPoint], Mixture],
     *,
     metric: str,
     split: str = "validation",
+    kept: Kept | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Cascade, Mixture]:
     """The best of several cascades of a mixture, and the mixture with its statistics.
@@ -55,7 +58,6 @@ def measure_cascade(
     They are cut by the flow averaged over the exits, to several sizes; the best has the highest mean quality over
     average budgets from 15 to 90 % of the full macs. `settle` gives the mixture with a point's own statistics.
     """
-    batches = list(validation)
     table = CostTable.of(model.config)
     full = table.exit().macs
     order = cutting_order(model, rule="mean_flow")
@@ -67,7 +69,7 @@ def measure_cascade(
     best: tuple[float, Cascade, Mixture] | None = None
     for number, point in enumerate(candidates):
         settled = settle(point)
-        found = _measured(settled, point, batches, metric, split)
+        found = _measured(settled, point, validation, metric, split, kept or Kept())
         score = sum(found.quality_at(part * full) for part in BUDGETS) / len(BUDGETS)
         if best is None or score > best[0]:
             best = score, found, settled
@@ -77,12 +79,17 @@ def measure_cascade(
 
 
 def _measured(
-    model: Mixture, point: OperatingPoint, batches: list[tuple[Tensor, Tensor]], metric: str, split: str
+    model: Mixture,
+    point: OperatingPoint,
+    batches: Batches[tuple[Tensor, Tensor]],
+    metric: str,
+    split: str,
+    kept: Kept,
 ) -> Cascade:
     macs = stage_macs(model.config, point)
     choices = task_of(model.config).choices(model.config.num_classes, metric)
     with torch.no_grad():
-        for images, target in batches:
+        for _, (images, target) in kept.sweep(batches, choices.state, choices.restore):
             choices.add(list(model.forward_exits(images, point).values()), target)
     rows = calibrate(choices.confidence, choices.worth, tuple(macs.values()), choices.quality)
     return Cascade(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cnmm._errors import UserError
-from cnmm.evaluation.quality import Choices, Floats, Meter, Quality, checked_metric
+from cnmm.evaluation.quality import Choices, Floats, Meter, Quality, Stacked, checked_metric
 
 Z_95 = 1.959964
 """Standard deviations on either side of a mean that 95 % of a normal distribution lie within."""
@@ -54,8 +54,10 @@ class Classification:
         return len(target) / ((total > 0).sum() * total[target].double())
 
 
-class _Choices:
+class _Choices(Stacked):
     """The largest class probability of each answer, and whether it is right."""
+
+    lists = ("sure", "right", "target")
 
     def __init__(self, task: Classification, metric: str) -> None:
         self.task, self.metric = task, metric
@@ -96,6 +98,12 @@ class _Counts:
         predicted = answers.argmax(1) if answers.is_floating_point() else answers
         self.total += torch.bincount(target, minlength=num_classes).cpu()
         self.right += torch.bincount(target[predicted == target], minlength=num_classes).cpu()
+
+    def state(self) -> dict[str, Tensor]:
+        return {"total": self.total, "right": self.right}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.total, self.right = state["total"], state["right"]
 
     def quality(self, metric: str | None = None) -> Quality:
         metric = self.task.check_metric(metric)

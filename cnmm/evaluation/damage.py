@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cnmm._errors import UserError
 from cnmm.cost import CostTable
+from cnmm.evaluation.kept import Kept
 from cnmm.evaluation.task import task_of
 from cnmm.lattice import Edge, OperatingPoint, Orders
 from cnmm.mixture import Mixture, Parts
@@ -25,9 +26,12 @@ DAMAGE_IMAGES = 256
 """Training images that damage is measured on."""
 
 
-def measure_orders(model: Mixture, images: Tensor) -> Orders:
+def measure_orders(model: Mixture, images: Tensor, kept: Kept | None = None) -> Orders:
     """The orders of all exits by damage, for `model.orders`; `images`: normalised training images, one batch."""
-    return {exit: damage_cuts(model, images, exit) for exit in model.config.exit_numbers}
+    found: dict[str, Tensor] = {}
+    for _, exit in (kept or Kept()).sweep(model.config.exit_numbers, lambda: found, found.update):
+        found[str(exit)] = torch.tensor(damage_cuts(model, images, exit), dtype=torch.int64).view(-1, 2)
+    return {int(exit): tuple((i, j) for i, j in cuts.tolist()) for exit, cuts in found.items()}
 
 
 def damage_order(model: Mixture, images: Tensor, exit: int | None = None) -> list[OperatingPoint]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
 from cnmm._errors import UserError
 from cnmm.blocks import Statistics
 from cnmm.cost import CostTable
+from cnmm.evaluation.kept import Kept
 from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.task import task_of
 from cnmm.lattice import Edge, OperatingPoint
@@ -26,7 +27,12 @@ from cnmm.prune import check_classifier
 
 MEMO_BYTES = 2**30
 """Memory for maps that later points of the same batch may need."""
-Tick = Callable[[float], None]
+
+
+class Tick(Protocol):
+    """Is told that a part of a batch is done: just now, or by a process before this one."""
+
+    def __call__(self, part: float, *, fresh: bool = True) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -80,18 +86,30 @@ class Engine:
         """Macs of evaluating all these points on one image, where what they have in common counts once."""
         return sum(map(self._macs, {key for point in points for key in self.keys[point].values()}))
 
-    def estimate(self, points: Sequence[OperatingPoint], batches: Iterable[Tensor], tick: Tick) -> None:
+    def estimate(
+        self, points: Sequence[OperatingPoint], batches: Iterable[Tensor], tick: Tick, kept: Kept | None = None
+    ) -> None:
         """Re-estimates the statistics of the points exactly as `reestimated` does for one."""
         known: dict[int, dict[str, Tensor]] = {}
-        count = 0
+
+        def state() -> dict[str, Tensor]:
+            return {f"{key}/{name}": tensor for key, named in known.items() for name, tensor in named.items()}
+
+        def restore(found: Mapping[str, Tensor]) -> None:
+            for key in {key for point in points for key in self.keys[point].values()}:
+                known[key] = {name: found[f"{key}/{name}"] for name in self.nodes[key].buffers}
+
+        sweep = (kept or Kept()).sweep(batches, state, restore)
+        if sweep.done:
+            tick(sweep.done, fresh=False)
         self.model.train()
-        for count, images in enumerate(batches, start=1):
+        for count, images in sweep:
             for module in self._statistics:
                 module.momentum = 1 / count  # a plain average
             for _ in self._sweep(points, images, known):
                 tick(1 / len(points))
         self.model.eval()
-        if not count:
+        if not sweep.done:
             raise UserError("no images to estimate statistics on")
         self.known |= known
 
@@ -103,11 +121,24 @@ class Engine:
         *,
         metric: str,
         raw: bool,
+        kept: Kept | None = None,
     ) -> dict[str, Quality]:
         """Quality of the points by name, with their re-estimated or the model's own statistics."""
         task, num_classes = task_of(self.model.config), self.model.config.num_classes
         meters = {point.name: task.meter(num_classes) for point in points}
-        for images, target in batches:
+
+        def state() -> dict[str, Tensor]:
+            return {f"{name}/{part}": t for name, meter in meters.items() for part, t in meter.state().items()}
+
+        def restore(found: Mapping[str, Tensor]) -> None:
+            for name, meter in meters.items():
+                own = f"{name}/"
+                meter.restore({key.removeprefix(own): t for key, t in found.items() if key.startswith(own)})
+
+        sweep = (kept or Kept()).sweep(batches, state, restore)
+        if sweep.done:
+            tick(sweep.done, fresh=False)
+        for _, (images, target) in sweep:
             for point, logits in self._sweep(points, images, {} if raw else self.known):
                 meters[point.name].add(logits, target)
                 tick(1 / len(points))

@@ -20,6 +20,7 @@ from cnmm._errors import UserError
 from cnmm.evaluation.batches import Batches
 from cnmm.evaluation.calibrate import SHARES, measure_cascade
 from cnmm.evaluation.engine import Engine
+from cnmm.evaluation.kept import Kept
 from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.search import Curve, Rules, cutting_curves, first_points, next_points
 from cnmm.evaluation.statistics import reestimated, with_statistics
@@ -60,6 +61,7 @@ def measure(
     cascade: bool = True,
     metric: str | None = None,
     split: str = "validation",
+    kept: Kept | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Frontier:
     """Quality and macs of many operating points on batches of images and labels, in search of the upper envelope.
@@ -74,10 +76,12 @@ def measure(
 
     All points are measured if they have enough in common; a large mixture, or `num_points`, makes it a search from
     coarse to fine. `points`: exactly these are measured. A `cascade` is measured as well, if there are several exits.
+
+    `kept`: where what was measured is kept meanwhile, so that a measurement that was killed goes on from there.
     """
     _check(validation=validation, statistics=statistics, test=test)
     metric = task_of(model.config).check_metric(metric)
-    run = _Measuring(model, validation, statistics, metric, split, on_progress)
+    run = _Measuring(model, validation, statistics, metric, split, kept or Kept(), on_progress)
     curves = [] if points is not None else cutting_curves(model, rule)
     if points is None and num_points is None:
         points = _all_at_once(model, curves)
@@ -100,9 +104,10 @@ class _Measuring:
         statistics: Batches[Tensor] | None,
         metric: str,
         split: str,
+        kept: Kept,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self.model, self.validation, self.statistics = model, validation, statistics
+        self.model, self.validation, self.statistics, self.kept = model, validation, statistics, kept
         self.metric, self.split = metric, split
         self.engine, self.meter = Engine(model), _Meter(on_progress)
         self.points: dict[str, OperatingPoint] = {}
@@ -115,7 +120,7 @@ class _Measuring:
         share = len(chosen) / (len(chosen) + later)
         self.meter.begin(len(self.points), self.engine.macs(chosen), [self.statistics, self.validation], share)
         if self.statistics is not None:
-            self.engine.estimate(chosen, self.statistics, self.meter.tick)
+            self.engine.estimate(chosen, self.statistics, self.meter.tick, self.kept)
         qualities = self._qualities(chosen, self.validation, raw=self.statistics is None)
         self.found |= {point.name: self._measured(point, qualities[point.name]) for point in chosen}
 
@@ -158,6 +163,7 @@ class _Measuring:
             self._settled,
             metric=self.metric,
             split=self.split,
+            kept=self.kept,
             on_progress=lambda _, total: self.meter.tick(num / total),
         )
         buffers = {} if self.statistics is None else {cascade.point: dict(settled.named_buffers())}
@@ -166,12 +172,12 @@ class _Measuring:
     def _qualities(
         self, points: Sequence[OperatingPoint], batches: Batches[tuple[Tensor, Tensor]], *, raw: bool
     ) -> dict[str, Quality]:
-        return self.engine.evaluate(points, batches, self.meter.tick, metric=self.metric, raw=raw)
+        return self.engine.evaluate(points, batches, self.meter.tick, metric=self.metric, raw=raw, kept=self.kept)
 
     def _settled(self, point: OperatingPoint) -> Mixture:
         if self.statistics is None:
             return with_statistics(self.model, {})
-        return reestimated(self.model, self.statistics, point)
+        return reestimated(self.model, self.statistics, point, self.kept)
 
     def _frontier(self, buffers: Mapping[str, Mapping[str, Tensor]] | None = None) -> Frontier:
         costs = self.engine.costs
@@ -209,6 +215,8 @@ class _Meter:
         self.start = time.monotonic()
         self.num_points = 0
         self.macs = 0.0
+        self.known = 0.0
+        """Of these macs, those that a process before this one has evaluated."""
         self.total = 0.0
         self.done = 0.0
 
@@ -218,11 +226,13 @@ class _Meter:
         self.unit = macs
         self.total = self.macs + macs * sum(len(each) for each in batches if each is not None) / share
 
-    def tick(self, part: float) -> None:
-        """A part of a batch is done."""
+    def tick(self, part: float, *, fresh: bool = True) -> None:
+        """A part of a batch is done: just now, or by a process before this one."""
         self.macs += part * self.unit
+        self.known += 0 if fresh else part * self.unit
         self.done = max(self.done, min(self.macs / self.total, 1.0))
-        left_s = (time.monotonic() - self.start) * (1 - self.done) / max(self.done, 1e-9)
+        own = self.done - self.known / self.total
+        left_s = (time.monotonic() - self.start) * (1 - self.done) / max(own, 1e-9)
         self.on_progress(Progress(done=self.done, left_s=left_s, num_points=self.num_points))
 
 

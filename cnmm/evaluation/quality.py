@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
@@ -33,7 +34,30 @@ class Quality:
     """Of pixels: the IoU of every class; None where a class occurs neither in labels nor in answers."""
 
 
-class Meter(Protocol):
+class Resumable(Protocol):
+    """What is found batch by batch, and can go on in another process."""
+
+    def state(self) -> dict[str, Tensor]:
+        """All that was added so far."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from there."""
+
+
+class Stacked:
+    """Keeps tensors of every batch, in lists that a class names in `lists`."""
+
+    lists: tuple[str, ...]
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: torch.cat(getattr(self, name)) for name in self.lists}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for name in self.lists:
+            setattr(self, name, [state[name]])
+
+
+class Meter(Resumable, Protocol):
     """Compares answers with targets, batch by batch, and keeps counts only."""
 
     def add(self, answers: Tensor, target: Tensor) -> None:
@@ -43,7 +67,7 @@ class Meter(Protocol):
         """Of everything added so far, by a metric of the task (default: its first)."""
 
 
-class Choices(Protocol):
+class Choices(Resumable, Protocol):
     """Answers of several exits about the same images: an image leaves at one of them, and that answer counts."""
 
     def add(self, answers: Sequence[Tensor], target: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cnmm._errors import UserError
-from cnmm.evaluation.quality import Choices, Floats, Meter, Quality, checked_metric
+from cnmm.evaluation.quality import Choices, Floats, Meter, Quality, Stacked, checked_metric
 from cnmm.palette import VOID
 
 RESAMPLES = 1000
@@ -100,8 +100,10 @@ def _iou(counts: Tensor) -> Tensor:
     return both / (predicted + labelled - both)
 
 
-class _Counts:
+class _Counts(Stacked):
     """The counts of every image."""
+
+    lists = ("counts",)
 
     def __init__(self, task: Segmentation, num_classes: int) -> None:
         self.task, self.num_classes = task, num_classes
@@ -143,8 +145,10 @@ def bootstrap(counts_N3K: Tensor, metric: str, resamples: int = RESAMPLES) -> tu
     return low, high
 
 
-class _Choices:
+class _Choices(Stacked):
     """The mean over an image's pixels of the largest class probability, and the counts of every answer."""
+
+    lists = ("sure", "counts")
 
     def __init__(self, task: Segmentation, num_classes: int, metric: str) -> None:
         self.task, self.num_classes, self.metric = task, num_classes, metric

@@ -1,7 +1,7 @@
 """Batch statistics at an operating point: re-estimated in expectation mode on a few thousand images, stored, put back.
 
-Points with re-estimated statistics do not share one set of running averages, so each keeps its own, in
-`statistics.safetensors` of the run folder.
+Points with re-estimated statistics do not share one set of running averages, so each keeps its own, in a file beside
+`frontier.json`.
 """
 
 from __future__ import annotations
@@ -14,30 +14,39 @@ import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
-from cnmm._files import read_tensors, to_bytes, write_atomically
+from cnmm._files import read_tensors, to_bytes
 from cnmm.blocks import Statistics
+from cnmm.evaluation.kept import Kept
 from cnmm.frontier import RAW, Frontier
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 
-STATISTICS_FILE = "statistics.safetensors"
-
 
 @torch.no_grad()
-def reestimated(model: Mixture, batches: Iterable[Tensor], point: OperatingPoint | None = None) -> Mixture:
+def reestimated(
+    model: Mixture,
+    batches: Iterable[Tensor],
+    point: OperatingPoint | None = None,
+    kept: Kept | None = None,
+) -> Mixture:
     """A copy whose statistics are those of expectation mode at a point, averaged over batches of images (no labels)."""
     model = copy.deepcopy(model).train()
     statistics = [module for module in model.modules() if isinstance(module, Statistics)]
-    count = 0
-    for images in batches:
-        count += 1
+    buffers = dict(model.named_buffers())
+
+    def restore(known: Mapping[str, Tensor]) -> None:
+        for name, buffer in buffers.items():
+            buffer.copy_(known[name])
+
+    sweep = (kept or Kept()).sweep(batches, lambda: buffers, restore)
+    for count, images in sweep:
         for module in statistics:
             module.momentum = 1 / count  # a plain average
         model.forward_exits(images, point)
-    if not count:
+    if not sweep.done:
         raise UserError("no images to estimate statistics on")
     for module in statistics:
-        del module.momentum
+        vars(module).pop("momentum", None)
     return model.eval()
 
 
@@ -61,18 +70,14 @@ def settled(model: Mixture, frontier: Frontier, name: str) -> Mixture:
     return with_statistics(model, frontier.buffers[name])
 
 
-def save_statistics(folder: str | Path, buffers: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Writes the re-estimated statistics of points into a run folder, in one step."""
-    tensors = {f"{point}/{name}": tensor.clone() for point, named in buffers.items() for name, tensor in named.items()}
-    write_atomically(Path(folder) / STATISTICS_FILE, to_bytes(tensors))
+def statistics_bytes(buffers: Mapping[str, Mapping[str, Tensor]]) -> bytes:
+    """The re-estimated statistics of points as a file."""
+    return to_bytes({f"{point}/{name}": t.clone() for point, named in buffers.items() for name, t in named.items()})
 
 
-def load_statistics(folder: str | Path) -> dict[str, dict[str, Tensor]]:
-    """The re-estimated statistics in a run folder, by point and by name in the mixture's state; none without a file."""
-    path = Path(folder) / STATISTICS_FILE
+def load_statistics(path: Path) -> dict[str, dict[str, Tensor]]:
+    """The re-estimated statistics in a file, by point and by name in the mixture's state."""
     buffers: dict[str, dict[str, Tensor]] = {}
-    if not path.exists():
-        return buffers
     for key, tensor in read_tensors(path, "pt").items():
         point, slash, name = key.partition("/")
         if not slash:

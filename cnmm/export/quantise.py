@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from cnmm._files import scratch_folder
 from cnmm.data.dataset import Images
 from cnmm.ladder import IMAGE
 
@@ -24,8 +24,8 @@ def quantised(data: bytes, images: Images) -> bytes:
             batch = next(self.left, None)
             return None if batch is None else {IMAGE: batch}
 
-    with tempfile.TemporaryDirectory() as folder:
-        plain, prepared, done = (str(Path(folder) / name) for name in ("plain.onnx", "prepared.onnx", "int8.onnx"))
+    with scratch_folder() as folder:
+        plain, prepared, done = (str(folder / name) for name in ("plain.onnx", "prepared.onnx", "int8.onnx"))
         Path(plain).write_bytes(data)
         quant_pre_process(plain, prepared, skip_symbolic_shape=True)
         quantize_static(

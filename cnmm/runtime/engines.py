@@ -7,7 +7,6 @@ on. Chains are thread-safe, and after they are made, walking loads, compiles and
 from __future__ import annotations
 
 import importlib
-import tempfile
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnmm._errors import UserError
+from cnmm._files import scratch_folder
 from cnmm.ladder import IMAGE, PROBABILITIES, NetworkFile
 from cnmm.runtime.latency import PACKAGES, RUNTIMES
 from cnmm.runtime.nchwc import without_conversions
@@ -132,9 +132,9 @@ class OnnxRuntime:
     def _without_conversions(self, stages: Sequence[NetworkFile], chain: _OnnxChain) -> _OnnxChain:
         """The same chain, whose stages hand over maps in onnxruntime's own layout."""
         optimised = []
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch_folder() as folder:
             for number, stage in enumerate(stages):
-                file = Path(folder) / f"{number}.onnx"
+                file = folder / f"{number}.onnx"
                 self._session(stage, self._options(file))
                 optimised.append(file.read_bytes())
         final = self._options()

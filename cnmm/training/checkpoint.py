@@ -7,9 +7,7 @@ and two are kept.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from cnmm import distributed
 from cnmm._errors import UserError
-from cnmm._files import read_tensors, sync_folder, to_bytes, write_atomically, write_json
+from cnmm._files import read_tensors, to_bytes, write_atomically, write_json, written_aside
 from cnmm.run_folder import CHECKPOINTS
 
 STATE_FILE = "state.safetensors"
@@ -69,17 +67,10 @@ def save_state(folder: Path, model: nn.Module, optimizer: State, average: Mappin
     final = parent / f"step-{step:08d}"
     if final.exists():
         return
-    aside = Path(tempfile.mkdtemp(dir=parent, prefix=".aside-"))
-    try:
+    with written_aside(final) as aside:
         write_atomically(aside / STATE_FILE, to_bytes(_state(model, optimizer, average)))
         write_json(aside / "state.json", {"step": step})
-        os.chmod(aside, 0o755)
-        os.replace(aside, final)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync_folder(parent)
-    for old in [*sorted(parent.glob("step-*"))[:-2], *parent.glob(".aside-*")]:
+    for old in sorted(parent.glob("step-*"))[:-2]:
         shutil.rmtree(old, ignore_errors=True)
 
 

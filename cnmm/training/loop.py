@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cnmm import distributed, run_folder
-from cnmm._errors import UserError
+from cnmm._errors import Stopped, UserError
 from cnmm.data import DataSet, hold_out
 from cnmm.evaluation.statistics import reestimated
 from cnmm.mixture import Mixture
@@ -29,10 +29,6 @@ from cnmm.training.optim import Average, Optimizer, take_step
 from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result
 from cnmm.training.stem import start_stem, stem_images
 from cnmm.training.teacher import teacher_answers
-
-
-class Stopped(Exception):
-    """Training was asked to stop; everything up to the last step is saved."""
 
 
 class NotFinite(UserError):

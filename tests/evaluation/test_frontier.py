@@ -18,7 +18,7 @@ from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.measure import measure
 from cnmm.evaluation.plot import plot_frontier
 from cnmm.evaluation.search import MATTERS, cutting_curves, first_points, next_points
-from cnmm.evaluation.statistics import STATISTICS_FILE, load_statistics, reestimated, save_statistics, with_statistics
+from cnmm.evaluation.statistics import load_statistics, reestimated, statistics_bytes, with_statistics
 from cnmm.frontier import Frontier, FrontierPoint, find_frontier
 from cnmm.training import batches as training
 from tests.helpers import RUN_CLI, ask, complaint, python, refused
@@ -245,9 +245,9 @@ def test_shared_passes_equal_separate_ones(memo_bytes):
     engine = Engine(model, memo_bytes)
     points = engine.ordered(all_points(model)[::-1])
     with torch.no_grad():
-        engine.estimate(points, statistics, lambda part: None)
-        settled = engine.evaluate(points, validation, lambda part: None, metric="accuracy", raw=False)
-        raw = engine.evaluate(points, validation, lambda part: None, metric="accuracy", raw=True)
+        engine.estimate(points, statistics, lambda part, fresh=True: None)
+        settled = engine.evaluate(points, validation, lambda part, fresh=True: None, metric="accuracy", raw=False)
+        raw = engine.evaluate(points, validation, lambda part, fresh=True: None, metric="accuracy", raw=True)
     assert len(points) > 15
     for point in points[:: 1 if memo_bytes > 2**20 else 4]:
         expected = reestimated(model, statistics, point)
@@ -266,7 +266,7 @@ def test_shared_passes_over_several_rounds():
     points = all_points(model)
     with torch.no_grad():
         for chosen in (points[::3], points[1::3], points[2::3]):
-            engine.estimate(engine.ordered(chosen), statistics, lambda part: None)
+            engine.estimate(engine.ordered(chosen), statistics, lambda part, fresh=True: None)
         for point in points[::3] + points[1::6]:
             expected = reestimated(model, statistics, point)(images, point)
             found = with_statistics(model, engine.buffers(point))(images, point)
@@ -282,7 +282,7 @@ def test_sharing_saves_most_of_the_work():
     full = engine.ordered(cutting_order(model, exit)[0] for exit in model.config.exit_numbers)
     last = engine.costs.exit().macs
     assert last < engine.macs(full) < 1.1 * last  # all exits for the price of one and some classifiers
-    engine.evaluate(points, some_batches(20), lambda part: None, metric="accuracy", raw=True)
+    engine.evaluate(points, some_batches(20), lambda part, fresh=True: None, metric="accuracy", raw=True)
     assert engine.evaluated_macs == 20 * engine.macs(points)
 
 
@@ -423,8 +423,8 @@ def test_all_points_are_measured_if_they_have_enough_in_common(monkeypatch):
 
 def test_statistics_round_trip(tmp_path):
     frontier = measure(a_mixture(), some_batches(), statistics=[some_images(20)], num_points=6)
-    save_statistics(tmp_path, frontier.buffers)
-    found = load_statistics(tmp_path)
+    (tmp_path / "file").write_bytes(statistics_bytes(frontier.buffers))
+    found = load_statistics(tmp_path / "file")
     assert found.keys() == frontier.buffers.keys()
     for name, buffers in frontier.buffers.items():
         assert found[name].keys() == buffers.keys()
@@ -434,10 +434,9 @@ def test_statistics_round_trip(tmp_path):
 
 
 def test_damaged_statistics(tmp_path):
-    assert load_statistics(tmp_path) == {}
-    (tmp_path / STATISTICS_FILE).write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match=STATISTICS_FILE):
-        load_statistics(tmp_path)
+    (tmp_path / "file").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="file: cannot be read as safetensors"):
+        load_statistics(tmp_path / "file")
 
 
 # The plot
@@ -489,7 +488,7 @@ def run(own_run, monkeypatch):
     """The trained run as it was before its frontier was measured."""
     monkeypatch.setattr(training, "STATISTICS_IMAGES", 120)
     monkeypatch.setattr(training, "EVALUATION_BATCH", 60)
-    for path in (*own_run.glob("frontier.*"), own_run / STATISTICS_FILE):
+    for path in (*own_run.glob("frontier.*"), *own_run.glob("statistics*")):
         path.unlink()
     return own_run
 
@@ -506,7 +505,7 @@ def test_frontier_and_choose(capsys, run, tmp_path):
     best = [point for point in answer["points"] if point["on_envelope"]]
     assert all(point["raw_quality"] is not None and point["test_n"] == 100 for point in best)
     names = {path.name for path in run.iterdir()}
-    assert names >= {"frontier.json", "frontier.csv", "frontier.svg", "frontier.png", STATISTICS_FILE}
+    assert names >= {"frontier.json", "frontier.csv", "frontier.svg", "frontier.png"}
     assert not [name for name in names if name.startswith(".")]
     assert (tmp_path / "other.png").exists()
 
@@ -514,7 +513,8 @@ def test_frontier_and_choose(capsys, run, tmp_path):
     rows = list(csv.DictReader((run / "frontier.csv").open()))
     assert [row["name"] for row in rows] == [point.name for point in frontier.points]
     assert frontier.cascade is not None
-    assert load_statistics(run).keys() == {*(point["point"] for point in best), frontier.cascade.point}
+    (statistics,) = run.glob("statistics*")
+    assert load_statistics(statistics).keys() == {*(point["point"] for point in best), frontier.cascade.point}
 
     chosen = ask(capsys, "choose", run, "--budget", "100%")
     assert (chosen["point"], chosen["accuracy"]) == (best[-1]["point"], best[-1]["accuracy"])
