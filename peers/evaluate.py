@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +69,11 @@ def early_exit_rows(costs: list[ExitCost], held_out: Choices, test: Choices | No
     rows = []
     for row in calibrate(held_out.confidence, held_out.worth, stages, held_out.quality):
         found = {"confidence": row.confidence, "validation": {"macs": row.average_macs, "quality": row.quality}}
-        rows.append(found | ({"test": _spent(row, stages, test)} if test else {}))
+        rows.append(found | ({"test": spent(row, stages, test)} if test else {}))
     return rows
 
 
-def _spent(row: Threshold, stages: list[int], choices: Choices) -> dict[str, float]:
+def spent(row: Threshold, stages: Sequence[int], choices: Choices) -> dict[str, float]:
     """Average macs and quality if images leave at these confidences."""
     sure = choices.confidence[:, :-1] >= np.array(row.confidence)
     leaves = np.concatenate([sure, np.ones((len(sure), 1), bool)], 1).argmax(1)
