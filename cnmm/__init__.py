@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from cnmm.run import Run
     from cnmm.run_folder import load, save
     from cnmm.run_training import train
+    from cnmm.runtime.answers import Prediction
     from cnmm.runtime.bench import bench
-    from cnmm.runtime.session import Prediction, Session
+    from cnmm.runtime.session import Session
     from cnmm.zoo import create_model, list_models, model_plan, register_model
 
 __version__ = "0.1.0"
@@ -69,7 +70,7 @@ _HOMES = {
     "Mixture": "mixture",
     "MixtureConfig": "config",
     "OperatingPoint": "lattice",
-    "Prediction": "runtime.session",
+    "Prediction": "runtime.answers",
     "Preprocessing": "config",
     "Run": "run",
     "Session": "runtime.session",

@@ -28,6 +28,11 @@ IMAGE, PROBABILITIES, LOGITS = "image", "probabilities", "logits"
 [N, classes], or of segmentation the scores of every pixel, [N, classes, H, W]."""
 
 
+def answer_of(task: str) -> str:
+    """The name of what leaves a network."""
+    return LOGITS if task == "segmentation" else PROBABILITIES
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetworkFile:
     """One ONNX file: a whole network, or a stage, that part of a cascade that ends at an exit."""
@@ -36,7 +41,7 @@ class NetworkFile:
     sha256: str
     inputs: tuple[str, ...] = (IMAGE,)
     outputs: tuple[str, ...] = (PROBABILITIES,)
-    """The probabilities, then the tensors that later stages read."""
+    """The answer, then the tensors that later stages read."""
 
     @classmethod
     def write(cls, path: Path, data: bytes, **tensors: tuple[str, ...]) -> NetworkFile:
@@ -73,6 +78,8 @@ class Ladder:
     preprocessing: Preprocessing
     precision: str
     """Of the weights in the files: float32 or int8."""
+    any_size: bool = False
+    """Do the networks take images of any height and width? Otherwise only of that of `preprocessing`."""
 
     @property
     def cascade(self) -> Cascade | None:
@@ -91,6 +98,7 @@ class Ladder:
             "input": self.preprocessing.to_dict(),
             "full_macs": self.frontier.full_macs,
             "precision": self.precision,
+            "any_size": self.any_size,
             "points": points,
             "cascade": staged,
         }
@@ -123,20 +131,23 @@ def read_ladder(folder: str | Path) -> Ladder:
 def _read_manifest(folder: Path, data: Any) -> Ladder:
     frontier = Frontier.from_dict(data)
     _fields.get(data, "kind", _fields.one_of("ladder"))
+    task = _fields.get(data, "task", _fields.one_of("classification", "segmentation"))
+    answer = answer_of(task)
     entries: list[Mapping[str, Any]] = data["points"]
     files = [_read_file(folder, entry, f"points[{number}].") for number, entry in enumerate(entries)]
     return Ladder(
         folder=folder,
-        task=_fields.get(data, "task", _fields.one_of("classification")),
+        task=task,
         frontier=frontier,
         networks={entry["name"]: file for entry, file in zip(entries, files, strict=True)},
-        stages=_read_stages(folder, data["cascade"], len(frontier.cascade.exits)) if frontier.cascade else (),
-        preprocessing=_read_preprocessing(data),
+        stages=_read_stages(folder, data["cascade"], len(frontier.cascade.exits), answer) if frontier.cascade else (),
+        preprocessing=_read_preprocessing(data, task),
         precision=_fields.get(data, "precision", _fields.one_of("float32", "int8")),
+        any_size=bool(_fields.get(data, "any_size", _fields.or_null(_fields.TRUTH))),
     )
 
 
-def _read_preprocessing(data: Mapping[str, Any]) -> Preprocessing:
+def _read_preprocessing(data: Mapping[str, Any], task: str) -> Preprocessing:
     size = _fields.get(data, "input", _fields.OBJECT)
     height, width, channels = (
         _fields.get(size, name, _fields.POSITIVE, "input.") for name in ("height", "width", "channels")
@@ -145,10 +156,15 @@ def _read_preprocessing(data: Mapping[str, Any]) -> Preprocessing:
         tuple(_fields.get(size, name, _fields.list_of(_fields.NUMBER, channels), "input.")) for name in ("mean", "std")
     )
     classes = _fields.get(data, "classes", _fields.list_of(_fields.TEXT, least=1))
-    return Preprocessing(classes=tuple(classes), mean=mean, std=std, size=(height, width))
+    palette: Any = ()
+    if task == "segmentation":
+        palette = _fields.get(size, "palette", _fields.list_of(_COLOUR, len(classes)), "input.")
+    return Preprocessing(
+        classes=tuple(classes), mean=mean, std=std, size=(height, width), palette=tuple(map(tuple, palette))
+    )
 
 
-def _read_stages(folder: Path, cascade: Mapping[str, Any], num: int) -> tuple[NetworkFile, ...]:
+def _read_stages(folder: Path, cascade: Mapping[str, Any], num: int, answer: str) -> tuple[NetworkFile, ...]:
     entries = _fields.get(cascade, "stages", _fields.list_of(_fields.OBJECT, num), "cascade.")
     known = {IMAGE}
     stages = []
@@ -158,8 +174,8 @@ def _read_stages(folder: Path, cascade: Mapping[str, Any], num: int) -> tuple[Ne
         missing = [name for name in stage.inputs if name not in known]
         if missing:
             raise UserError(f"{where} reads {missing[0]!r}, which no earlier stage makes")
-        if stage.outputs[:1] != (PROBABILITIES,) or known & set(stage.outputs):
-            raise UserError(f"{where}.outputs must begin with {PROBABILITIES!r}, then new names")
+        if stage.outputs[:1] != (answer,) or known & set(stage.outputs):
+            raise UserError(f"{where}.outputs must begin with {answer!r}, then new names")
         known |= set(stage.outputs[1:])
         stages.append(stage)
     return tuple(stages)
@@ -186,4 +202,5 @@ def _is_plain_name(value: object) -> bool:
     )
 
 
+_COLOUR = _fields.list_of((lambda value: value in range(256), "a whole number from 0 to 255"), 3)
 _PLAIN_NAME: _fields.Check = (_is_plain_name, "the plain name of an .onnx file in the same folder")

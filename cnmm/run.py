@@ -298,19 +298,23 @@ class Run:
         budget: str | Budget | None = None,
         point: str | None = None,
         precision: ExportPrecision = "float32",
+        any_size: bool = False,
     ) -> Exported:
-        """An operating point as one ONNX file; int8 is calibrated on training images and measured on held-out ones."""
+        """An operating point as one ONNX file; int8 is calibrated on training images and measured on held-out ones.
+
+        `any_size`: one file for images of any height and width, for segmentation.
+        """
         path = Path(out)
         if path.suffix != ".onnx":
             raise UserError(f"{path}: one network needs a file name ending in .onnx; a folder needs --ladder 8")
         check_new_file(path)
         network = self.slim(budget=budget, point=point)
-        plain = data = onnx_bytes(network, self.preprocessing)
+        plain = data = onnx_bytes(network, self.preprocessing, any_size=any_size)
         before = after = None
         if precision == "int8":
             logger.info("calibrating int8 on training images, then measuring accuracy on held-out images")
             images = self.images.training(CALIBRATION_IMAGES)
-            data = onnx_bytes(network, self.preprocessing, precision="int8", calibration=images)
+            data = onnx_bytes(network, self.preprocessing, precision="int8", calibration=images, any_size=any_size)
             config, metric = self.model.config, task_of(self.model.config).check_metric(None)
             before, after = (quality_of_file(file, self.images.labelled(), config, metric) for file in (plain, data))
         write_atomically(path, data)
@@ -331,9 +335,13 @@ class Run:
         points: int = 8,
         *,
         precision: ExportPrecision = "float32",
+        any_size: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Ladder:
-        """A ladder folder: so many points of the frontier, and its cascade, as ONNX files with a manifest."""
+        """A ladder folder: so many points of the frontier, and its cascade, as ONNX files with a manifest.
+
+        `any_size`: networks for images of any height and width, for segmentation.
+        """
         narrow = precision == "int8"
         export_ladder(
             self.model,
@@ -342,6 +350,7 @@ class Run:
             points,
             preprocessing=self.preprocessing,
             precision=precision,
+            any_size=any_size,
             calibration=self.images.training(CALIBRATION_IMAGES) if narrow else None,
             validation=self.images.labelled if narrow and self.images.num_held_out else None,
             on_progress=on_progress,

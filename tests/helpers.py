@@ -155,9 +155,45 @@ def random_points(model, num, seed=0):
         yield draw(cnmm.cutting_order(model, draw(model.config.exit_numbers), rule=draw(RULES)))
 
 
+def made_up_ladder(folder, model, names, *, cascade, confidence=0.5, **options):
+    """A ladder of some points of any model; their qualities only order them by macs, and `cascade` names its own."""
+    from cnmm.cascade import Cascade, Threshold, stage_macs
+    from cnmm.frontier import Frontier, FrontierPoint
+
+    model.preprocessing = preprocessing(model.config)
+    table = cnmm.CostTable.of(model.config)
+    full = table.exit().macs
+    metric = "miou" if model.config.task == "segmentation" else "accuracy"
+    points = []
+    for name in names:
+        point = cnmm.named_point(model, name)
+        cost = table.point(point)
+        shape = {"rule": point.rule, "cuts": point.cuts, "exit": point.exit, "macs": cost.macs, "params": cost.params}
+        share = {"quality": cost.macs / full, "low": 0.0, "high": 1.0, "metric": metric}
+        points.append(FrontierPoint(name=name, n=1, split="none", statistics="raw", **shape, **share))
+    staged = stage_macs(model.config, cnmm.named_point(model, cascade))
+    spent = list(itertools.accumulate(staged.values()))
+    rows = [
+        Threshold(
+            confidence=(value,) * (len(staged) - 1),
+            average_macs=float(macs),
+            quality=0.5,
+            exits=(1 / len(staged),) * len(staged),
+        )
+        for value, macs in ((0.0, spent[0]), (confidence, sum(spent) / len(spent)), (1.1, spent[-1]))
+    ]
+    about = {"point": cascade, "metric": metric, "n": 1, "split": "none", "thresholds": tuple(rows)}
+    found = Cascade(exits=tuple(staged), macs=tuple(staged.values()), **about)
+    frontier = Frontier(model=model.config.name, full_macs=full, points=tuple(points), cascade=found)
+    cnmm.export_ladder(model, frontier, folder, len(names), **options)
+    return folder
+
+
 def preprocessing(config):
-    """Made-up classes, mean and standard deviation."""
+    """Made-up classes, mean, standard deviation and colours."""
     import numpy as np
+
+    from cnmm.palette import default_palette
 
     rng = np.random.default_rng(3)
     return cnmm.Preprocessing(
@@ -165,4 +201,5 @@ def preprocessing(config):
         mean=tuple(rng.uniform(0.3, 0.6, config.in_chans).tolist()),
         std=tuple(rng.uniform(0.1, 0.3, config.in_chans).tolist()),
         size=config.input_size,
+        palette=default_palette(config.num_classes) if config.task == "segmentation" else (),
     )

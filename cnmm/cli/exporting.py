@@ -65,6 +65,8 @@ class Export:
     """Write a ladder: N points of the frontier, and the cascade."""
     precision: Annotated[Literal["float32", "int8"], NO_HINT] = "float32"
     """float32, or int8: 8-bit weights and activations, calibrated on training images."""
+    any_size: Annotated[bool, NO_HINT] = False
+    """Networks for images of any height and width, instead of the model's own. For segmentation."""
     data: DataPlace = None
     """Where the images are: int8 needs them, and so does a point whose statistics are not stored."""
     common: Common = Common()
@@ -79,7 +81,7 @@ class Export:
         from cnmm.run import Run
 
         made = Run(self.run, data=self.data).export(
-            self.out, budget=self.budget, point=self.point, precision=self.precision
+            self.out, budget=self.budget, point=self.point, precision=self.precision, any_size=self.any_size
         )
         names = ("point", "macs", "params", "precision")
         answer = {"file": str(made.file), **{name: getattr(made, name) for name in names}, "bytes": made.num_bytes}
@@ -97,6 +99,7 @@ class Export:
                 self.out,
                 num,
                 precision=self.precision,
+                any_size=self.any_size,
                 on_progress=lambda done, total: bar.show("exporting", done / total, more=f"{done} of {total}"),
             )
         points = [point_row(point) for point in ladder.frontier.points]

@@ -69,17 +69,27 @@ class FileSplit:
         return images
 
 
-def decode_image(path: Path, size: tuple[int, int], *, fix: str = _FIX) -> Images:
-    """One file as RGB, scaled and cropped to `size`: [H, W, 3]. `fix`: what to do about a file that cannot be read."""
+def decode_image(path: Path, size: tuple[int, int] | None, *, fix: str = _FIX) -> Images:
+    """One file as RGB, scaled and cropped to `size` (None: its own): [H, W, 3]. `fix`: what to do about a bad file."""
     with _opened(path, fix) as image:
-        # A JPEG is decoded at a fraction of its size, where that leaves twice the pixels needed; others are not.
-        image.draft(None, (2 * max(size), 2 * max(size)))
+        if size is not None:
+            # A JPEG is decoded at a fraction of its size, where that leaves twice the pixels needed; others are not.
+            image.draft(None, (2 * max(size), 2 * max(size)))
         return fit_image(image, size)
 
 
-def fit_image(image: Image.Image, size: tuple[int, int]) -> Images:
+def fit_image(image: Image.Image, size: tuple[int, int] | None) -> Images:
     """An image of Pillow's, as `decode_image` treats a file: turned, as RGB, scaled and cropped."""
-    return np.asarray(_fit(_to_rgb(ImageOps.exif_transpose(image)), size))
+    colours = _to_rgb(ImageOps.exif_transpose(image))
+    return np.asarray(colours if size is None else _fit(colours, size))
+
+
+def resize_image(image: Images, size: tuple[int, int]) -> Images:
+    """An image [H, W, C] at another height and width: all of it, its sides stretched as needed."""
+    if image.shape[:2] == size:
+        return image
+    planes = [Image.fromarray(image[..., channel]) for channel in range(image.shape[-1])]
+    return np.stack([np.asarray(plane.resize(size[::-1], Image.Resampling.BICUBIC)) for plane in planes], -1)
 
 
 def shorter_side(path: Path) -> int:

@@ -16,6 +16,7 @@ from cnmm.evaluation.statistics import settled
 from cnmm.export.network import (
     ExportPrecision,
     LabelledImages,
+    check_any_size,
     onnx_bytes,
     open_onnx,
     preprocessing_of,
@@ -24,7 +25,7 @@ from cnmm.export.network import (
 )
 from cnmm.export.slim import SlimNetwork, slim, slim_cascade
 from cnmm.frontier import Frontier, FrontierPoint
-from cnmm.ladder import Ladder, NetworkFile
+from cnmm.ladder import Ladder, NetworkFile, answer_of
 from cnmm.mixture import Mixture
 
 
@@ -36,6 +37,7 @@ def export_ladder(
     *,
     preprocessing: Preprocessing | None = None,
     precision: ExportPrecision = "float32",
+    any_size: bool = False,
     calibration: Images | None = None,
     validation: Callable[[], Iterable[LabelledImages]] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -43,9 +45,12 @@ def export_ladder(
     """A ladder folder: envelope points of a frontier, its cascade, and the manifest `ladder.json`.
 
     Points have the statistics that the frontier measured them with. `preprocessing`: the model's own unless told.
-    `validation`: batches of uint8 images and labels on which int8 networks are measured anew.
+    `any_size`: one set of files for images of any height and width, for segmentation. `validation`: batches of uint8
+    images and labels on which int8 networks are measured anew.
     """
     about = preprocessing_of(model, preprocessing)
+    check_any_size(model.config, any_size)
+    answer = answer_of(model.config.task)
     chosen, cascade = list(frontier.ladder(points)), frontier.cascade
     total = len(chosen) + (1 if cascade else 0)
     networks: dict[str, NetworkFile] = {}
@@ -53,14 +58,14 @@ def export_ladder(
     with written_aside(folder) as aside:
         for number, point in enumerate(chosen):
             network = slim(settled(model, frontier, point.name), point.name)
-            data = onnx_bytes(network, about, precision=precision, calibration=calibration)
+            data = onnx_bytes(network, about, precision=precision, calibration=calibration, any_size=any_size)
             if precision == "int8" and validation is not None:
                 chosen[number] = _measured_again(point, data, model.config, validation())
-            networks[point.name] = NetworkFile.write(aside / f"{point.name}.onnx", data)
+            networks[point.name] = NetworkFile.write(aside / f"{point.name}.onnx", data, outputs=(answer,))
             on_progress(number + 1, total)
         if cascade:
             staged = slim_cascade(settled(model, frontier, cascade.point), cascade.point)
-            stages = _write_stages(aside, staged, about)
+            stages = _write_stages(aside, staged, about, any_size)
             on_progress(total, total)
         Ladder(
             folder=aside,
@@ -70,6 +75,7 @@ def export_ladder(
             stages=stages,
             preprocessing=about,
             precision=precision,
+            any_size=any_size,
         ).save()
 
 
@@ -90,9 +96,9 @@ def _measured_again(
     )
 
 
-def _write_stages(folder: Path, network: SlimNetwork, about: Preprocessing) -> tuple[NetworkFile, ...]:
+def _write_stages(folder: Path, network: SlimNetwork, about: Preprocessing, any_size: bool) -> tuple[NetworkFile, ...]:
     stages = []
-    for exit, data in zip(network.graph.exits, stage_bytes(network, about), strict=True):
+    for exit, data in zip(network.graph.exits, stage_bytes(network, about, any_size=any_size), strict=True):
         session = open_onnx(data)
         names = {
             "inputs": tuple(tensor.name for tensor in session.get_inputs()),

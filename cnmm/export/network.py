@@ -64,6 +64,15 @@ def preprocessing_of(model: Mixture | SlimNetwork, given: Preprocessing | None =
     return about
 
 
+def check_any_size(config: MixtureConfig, any_size: bool) -> None:
+    """Refuses to let the size open where a network has one answer for a whole image."""
+    if any_size and config.task != "segmentation":
+        height, width = config.input_size
+        raise UserError(
+            f"any_size is for segmentation; images to classify are fitted to {height}x{width}, leave it out"
+        )
+
+
 def check_new_file(path: str | Path) -> None:
     """Refuses to write over something, or where there is no folder."""
     path = Path(path)
@@ -83,6 +92,7 @@ def onnx_bytes(
     **metadata: object,
 ) -> bytes:
     """A slim network as a checked ONNX file."""
+    check_any_size(network.config, any_size)
     metadata = {"precision": precision, "macs": network.cost.macs, **metadata}
     with _needs_onnx():
         model = onnx_model(network.graph, _tensors(network), preprocessing, any_size=any_size, **metadata)

@@ -8,11 +8,11 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from cnmm._errors import UserError
 from cnmm.cascade import Cascade
-from cnmm.runtime.engines import Chain, Floats, Images
+from cnmm.runtime.answers import Answers
+from cnmm.runtime.engines import Chain, Images, Indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,42 +24,44 @@ class CascadeRunner:
     p95_ms: tuple[float, ...]
     """Time of each stage, one image."""
 
-    def leave_early(
-        self, images: Images, confidence: Sequence[float], probabilities: Floats, exits: npt.NDArray[np.int64]
-    ) -> int:
+    def leave_early(self, rows: Indices, images: Images, confidence: Sequence[float], answers: Answers) -> None:
         """Runs the stages; who has the confidence that an exit asks for leaves, and the rest of the batch closes ranks.
 
-        Fills in `probabilities` and `exits`, and returns the macs that were spent on all images.
+        `rows` are the images' places among the answers.
         """
-        cascade, last = self.cascade, self.cascade.exits[-1]
-        rows = np.arange(len(images))
-        spent = 0
+        last = self.cascade.exits[-1]
         with closing(self.chain.walk(images)) as walk:
-            answers = next(walk)
-            for exit, macs, needed in zip(cascade.exits, cascade.macs, (*confidence, 0.0), strict=True):
-                spent += macs * len(rows)
-                gone = answers.max(axis=1) >= needed
+            found = next(walk)
+            for exit, needed in zip(self.cascade.exits, (*confidence, 0.0), strict=True):
+                sure = answers.confidence(found)
+                gone = sure >= needed
                 if exit == last or gone.all():
-                    probabilities[rows], exits[rows] = answers, exit
+                    answers.take(rows, found, exit, sure)
                     break
                 keep = None
                 if gone.any():
-                    probabilities[rows[gone]], exits[rows[gone]] = answers[gone], exit
+                    answers.take(rows[gone], found[gone], exit, sure[gone])
                     keep = np.flatnonzero(~gone)
                     rows = rows[keep]
-                answers = walk.send(keep)
-        return spent
+                found = walk.send(keep)
 
-    def keep_deadline(self, image: Images, end: float) -> tuple[Floats, int]:
-        """Runs stages that should each end before `end` (of perf_counter): the last answer, and how many ran.
+    def keep_deadline(self, image: Images, end: float, answers: Answers) -> None:
+        """Runs stages that should each end before `end` (of perf_counter), and takes the last answer.
 
         The first stage always runs.
         """
+        end -= answers.finishing_ms / 1e3
         with closing(self.chain.walk(image)) as walk:
-            answers, done = next(walk), 1
+            found, done = next(walk), 1
             while done < len(self.p95_ms) and time.perf_counter() + self.p95_ms[done] / 1e3 <= end:
-                answers, done = walk.send(None), done + 1
-        return answers, done
+                found, done = walk.send(None), done + 1
+            answers.take(np.array([0]), found, self.cascade.exits[done - 1], answers.confidence(found))
+
+    def spent(self, answers: Answers) -> float:
+        """Macs per image, of the stages that ran."""
+        passed = dict(zip(self.cascade.exits, np.cumsum(self.cascade.macs).tolist(), strict=True))
+        macs = [passed[exit] * work for exit, work in zip(answers.exits.tolist(), answers.work.tolist(), strict=True)]
+        return float(sum(macs) / len(macs))
 
 
 def time_stages(chain: Chain, image: Images, num_stages: int, *, warmup: int = 5, repeats: int) -> list[list[float]]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cnmm._errors import UserError
 from cnmm._files import scratch_folder
-from cnmm.ladder import IMAGE, PROBABILITIES, NetworkFile
+from cnmm.ladder import IMAGE, LOGITS, NetworkFile
 from cnmm.runtime.latency import PACKAGES, RUNTIMES
 from cnmm.runtime.nchwc import without_conversions
 
@@ -26,7 +26,8 @@ Images = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
 Walk = Generator[Floats, Indices | None, None]
-"""Yields the probabilities [n, classes] of each stage; is sent the rows that go on, or None for all of them."""
+"""Yields the answers of each stage, probabilities [n, classes] or scores of pixels [n, classes, H, W], which are only
+lent until the walk goes on or ends; is sent the rows that go on, or None for all of them."""
 
 CHUNK_PIXELS = 16384
 """Pixels of one pass: 16 images of 32x32. Larger passes are slower per image (their maps leave the cache), and smaller
@@ -51,8 +52,10 @@ class Runtime(Protocol):
         """Loads, compiles and warms up."""
 
 
-def open_runtime(name: str, *, threads: int, precision: str, image_shape: tuple[int, int, int]) -> Runtime:
-    """A runtime with so many threads; `image_shape` is [H, W, C]."""
+def open_runtime(
+    name: str, *, threads: int, precision: str, image_shape: tuple[int, int, int], any_size: bool = False
+) -> Runtime:
+    """A runtime with so many threads; `image_shape` is [H, W, C], where H and W may vary with `any_size`."""
     if name not in RUNTIMES:
         raise UserError(f"runtime {name!r}: must be one of {', '.join(RUNTIMES)}")
     if threads < 1:
@@ -60,7 +63,7 @@ def open_runtime(name: str, *, threads: int, precision: str, image_shape: tuple[
     if precision not in ("float32", "bfloat16"):
         raise UserError(f"precision {precision!r}: must be float32 or, with openvino, bfloat16")
     if name == "openvino":
-        return OpenVino(threads, precision, image_shape)
+        return OpenVino(threads, precision, image_shape, any_size)
     if precision != "float32":
         raise UserError(f"precision {precision!r}: onnxruntime computes in float32; use runtime openvino")
     return OnnxRuntime(threads, image_shape)
@@ -139,7 +142,7 @@ class OnnxRuntime:
                 optimised.append(file.read_bytes())
         final = self._options()
         final.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        files = without_conversions(optimised, (IMAGE, PROBABILITIES))
+        files = without_conversions(optimised, (IMAGE, *(stage.outputs[0] for stage in stages)))
         sessions = [self._ort.InferenceSession(data, final, providers=PROVIDERS) for data in files]
         faster = _OnnxChain(stages, sessions, self._image_shape)
         image = np.random.default_rng(0).integers(0, 256, (1, *self._image_shape), np.uint8)
@@ -176,7 +179,7 @@ class _OnnxChain:
         self._bind(np.zeros((1, *image_shape), np.uint8))
 
     def _bind(self, image: Images) -> None:
-        """A fixed place for every tensor at batch 1: no copies between stages, and less to do per call."""
+        """A fixed place for every tensor of one image: no copies between stages, and less to do per call."""
         tensors: dict[str, npt.NDArray[Any]] = {IMAGE: image}
         self._image, self._lane = image, []
         for stage, session in self._stages:
@@ -190,29 +193,34 @@ class _OnnxChain:
                     _point_to(binding.bind_output, name, value)
                 session.run_with_iobinding(binding)
             tensors |= outputs
-            self._lane.append((session, binding, outputs[PROBABILITIES]))
+            self._lane.append((session, binding, outputs[stage.outputs[0]]))
         self._tensors = tensors  # the bindings know only addresses
 
     def walk(self, images: Images) -> Walk:
-        if len(images) > 1 or not self._lane_is_free.acquire(blocking=False):
+        if images.shape != self._image.shape or not self._lane_is_free.acquire(blocking=False):
             yield from self._walk_anywhere(images)
             return
         try:
             self._image[...] = images
-            for session, binding, probabilities in self._lane:
+            for session, binding, answers in self._lane:
                 session.run_with_iobinding(binding)
-                yield probabilities.copy()
+                yield _lent(answers)
         finally:
             self._lane_is_free.release()
 
     def _walk_anywhere(self, images: Images) -> Walk:
-        """With tensors of its own: for several images, or while another thread is in the lane."""
+        """With tensors of its own: for several images, another size, or while another thread is in the lane."""
         tensors: dict[str, npt.NDArray[Any]] = {IMAGE: images}
         for (stage, session), carried in zip(self._stages, self._carried, strict=True):
             outputs = session.run(list(stage.outputs), {name: tensors[name] for name in stage.inputs})
             tensors |= zip(stage.outputs, outputs, strict=True)
-            keep = yield tensors[PROBABILITIES]
+            keep = yield tensors[stage.outputs[0]]
             tensors = {name: tensors[name] if keep is None else tensors[name][keep] for name in carried}
+
+
+def _lent(answers: Floats) -> Floats:
+    """A copy of the few numbers of a classification; scores of pixels as they are, until the next image."""
+    return answers.copy() if answers.ndim == 2 else answers
 
 
 def _carried(stages: Sequence[NetworkFile], done: int) -> tuple[str, ...]:
@@ -238,10 +246,10 @@ class OpenVino:
 
     chunk = 1
 
-    def __init__(self, threads: int, precision: str, image_shape: tuple[int, int, int]) -> None:
+    def __init__(self, threads: int, precision: str, image_shape: tuple[int, int, int], any_size: bool) -> None:
         self._openvino = _import("openvino")
         self._core = self._openvino.Core()
-        self._image_shape = image_shape
+        self._image_shape, self._any_size = image_shape, any_size
         abilities = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if precision == "bfloat16" and "BF16" not in abilities:
             raise UserError("precision 'bfloat16': OpenVINO does not offer it on this CPU; use float32")
@@ -253,24 +261,31 @@ class OpenVino:
         }
 
     def chain(self, stages: Sequence[NetworkFile]) -> Chain:
+        requests = [self._request(stage) for stage in stages]
+        image = np.zeros((1, *self._image_shape), np.uint8)
+        if self._any_size:
+            return _AnySizeChain(self._openvino.Tensor, stages, requests, image)
         tensors: dict[str, Any] = {}
-        requests = []
-        for stage in stages:
-            data = stage.read()
+        answers = []
+        for stage, request in zip(stages, requests, strict=True):
             with _refusing(stage, "OpenVINO"):
-                model = self._core.read_model(data, b"")
-            _check_names(stage, _names(model.inputs, stage.inputs), _names(model.outputs, stage.outputs))
-            with _refusing(stage, "OpenVINO"):
-                request = self._compile(model).create_infer_request()
                 for name in stage.inputs:
                     if name in tensors:
                         request.set_tensor(name, tensors[name])
                 tensors |= {name: request.get_tensor(name) for name in (*stage.inputs, *stage.outputs)}
-                requests.append((request, tensors[PROBABILITIES].data))
-        image: Images = tensors[IMAGE].data
-        if image.shape != (1, *self._image_shape):
-            raise UserError(f"{stages[0].path}: takes {image.shape[1:]}, the manifest says {self._image_shape}")
-        return _OpenVinoChain(requests, image)
+                answers.append((request, tensors[stage.outputs[0]].data))
+        place: Images = tensors[IMAGE].data
+        if place.shape != image.shape:
+            raise UserError(f"{stages[0].path}: takes {place.shape[1:]}, the manifest says {self._image_shape}")
+        return _OpenVinoChain(answers, place)
+
+    def _request(self, stage: NetworkFile) -> Any:
+        data = stage.read()
+        with _refusing(stage, "OpenVINO"):
+            model = self._core.read_model(data, b"")
+        _check_names(stage, _names(model.inputs, stage.inputs), _names(model.outputs, stage.outputs))
+        with _refusing(stage, "OpenVINO"):
+            return self._compile(model).create_infer_request()
 
     def _compile(self, model: Any) -> Any:
         """For one image; maps travel between stages channels-last, as the convolutions want them."""
@@ -279,7 +294,7 @@ class OpenVino:
         steps = importlib.import_module("openvino.preprocess").PrePostProcessor(model)
         for ports, find in ((model.inputs, steps.input), (model.outputs, steps.output)):
             for port in ports:
-                if port.any_name != IMAGE and len(port.partial_shape) == 4:
+                if port.any_name not in (IMAGE, LOGITS) and len(port.partial_shape) == 4:
                     find(port.any_name).tensor().set_layout(ov.Layout("NHWC"))
                     find(port.any_name).model().set_layout(ov.Layout("NCHW"))
         model = steps.build()
@@ -325,9 +340,29 @@ class _OpenVinoChain:
     def walk(self, images: Images) -> Walk:
         with self._lock:
             self._image[...] = images
-            for request, probabilities in self._requests:
+            for request, answers in self._requests:
                 request.infer(share_outputs=True)
-                yield probabilities.copy()
+                yield _lent(answers)
+
+
+class _AnySizeChain:
+    """Networks whose tensors have another size with every image, and so no place of their own."""
+
+    def __init__(self, tensor: Any, stages: Sequence[NetworkFile], requests: Sequence[Any], image: Images) -> None:
+        self._tensor, self._stages = tensor, tuple(zip(stages, requests, strict=True))
+        self._lock = threading.Lock()
+        for _ in self.walk(image):
+            pass
+
+    def walk(self, images: Images) -> Walk:
+        with self._lock:
+            tensors = {IMAGE: self._tensor(np.ascontiguousarray(images))}
+            for stage, request in self._stages:
+                for name in stage.inputs:
+                    request.set_tensor(name, tensors[name])
+                request.infer(share_outputs=True)
+                tensors |= {name: request.get_tensor(name) for name in stage.outputs}
+                yield tensors[stage.outputs[0]].data
 
 
 def _names(ports: Sequence[Any], wanted: Sequence[str]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Files and Pillow's images as a runtime takes them: fitted as for training, and grey for networks that are."""
+"""Files, Pillow's images and arrays as a runtime takes them: fitted as for training, and grey for networks that are.
+
+Where pixels are labelled, images keep their own size: the label map has it too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from cnmm._errors import UserError
@@ -34,7 +38,51 @@ def to_batch(images: Any, size: tuple[int, int], channels: int) -> Images:
     return batch
 
 
-def _one_image(image: Any, size: tuple[int, int], channels: int) -> Images:
+def to_pictures(images: Any, channels: int) -> list[Images]:
+    """Files, Pillow's images or arrays, one or several, as uint8 arrays [H, W, C] of their own sizes."""
+    if isinstance(images, np.ndarray):
+        return list(_check_pictures(images, channels))
+    many = [images] if isinstance(images, str | os.PathLike | Image.Image) else list(images)
+    if not many:
+        raise UserError("no images; give at least one")
+    pictures: list[Images] = [np.empty((0, 0, 0), np.uint8)] * len(many)
+
+    def read(index: int) -> None:
+        image: Any = many[index]
+        if not isinstance(image, np.ndarray):
+            pictures[index] = _one_image(image, None, channels)
+        elif image.ndim == 3:
+            (pictures[index],) = _check_pictures(image, channels)
+        else:
+            raise UserError(f"an image of shape {list(image.shape)} in a list: must be [H, W, {channels}]")
+
+    if len(many) == 1:
+        read(0)
+    else:
+        in_threads(read, len(many))
+    return pictures
+
+
+def check_array(images: npt.NDArray[Any], size: tuple[int, int], channels: int) -> Images:
+    """A uint8 array [N, H, W, C] or [H, W, C] as [N, H, W, C]."""
+    return _check_array(images, (*size, channels), images.shape[-3:] == (*size, channels))
+
+
+def _check_pictures(images: npt.NDArray[Any], channels: int) -> Images:
+    """The same, of any height and width."""
+    return _check_array(images, ("H", "W", channels), images.shape[-1:] == (channels,))
+
+
+def _check_array(images: npt.NDArray[Any], shape: tuple[object, ...], fits: bool) -> Images:
+    if images.dtype != np.uint8:
+        raise UserError(f"images of {images.dtype}: must be uint8 with values 0 to 255")
+    if images.ndim not in (3, 4) or not fits or not images.size:
+        raise UserError(f"images of shape {list(images.shape)}: must be [N, {', '.join(map(str, shape))}]")
+    batch: Images = np.ascontiguousarray(images.reshape(-1, *images.shape[-3:]))
+    return batch
+
+
+def _one_image(image: Any, size: tuple[int, int] | None, channels: int) -> Images:
     if channels not in (1, 3):
         raise UserError(f"images of {channels} channels cannot be read from files; give arrays")
     if isinstance(image, Image.Image):

@@ -14,12 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from cnmm._errors import UserError
 from cnmm._machine import usable_cores
@@ -27,40 +26,14 @@ from cnmm.budget import Budget, parse_budget
 from cnmm.cascade import Cascade
 from cnmm.frontier import FrontierPoint
 from cnmm.ladder import Ladder, NetworkFile, read_ladder
+from cnmm.runtime.answers import Answers, ClassAnswers, Finishing, PixelAnswers, Prediction
 from cnmm.runtime.early_exit import CascadeRunner, check_confidence, check_deadline, time_stages
-from cnmm.runtime.engines import Chain, Floats, Images, Walk, open_runtime
-from cnmm.runtime.inputs import OneImage, to_batch
+from cnmm.runtime.engines import Chain, Images, Walk, open_runtime
+from cnmm.runtime.inputs import OneImage, check_array, to_batch, to_pictures
 from cnmm.runtime.latency import RuntimeName, p95, percentile
 
 STAGE_REPEATS = 30
 """Timed runs of every stage when a session starts; deadlines go by their 95th percentile."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prediction:
-    """What a session answers for N images."""
-
-    probabilities: Floats
-    """[N, classes]."""
-    classes: tuple[str, ...]
-    point: str
-    """The operating point, or that of the cascade."""
-    macs: float
-    """Average per image; of a cascade, of the stages that ran."""
-    exits: npt.NDArray[np.int64]
-    """[N]: the exit that answered."""
-    time_ms: float
-    """Of the whole call."""
-
-    def top(self, k: int = 1) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """For each image the k most probable classes with their probabilities, best first."""
-        if k < 1:
-            raise UserError(f"top({k}): must be at least 1")
-        best = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :k]
-        return tuple(
-            tuple((self.classes[index], float(row[index])) for index in indices)
-            for row, indices in zip(self.probabilities, best.tolist(), strict=True)
-        )
 
 
 class Session:
@@ -87,6 +60,7 @@ class Session:
         self.runtime = runtime
         self.threads = usable_cores() if threads is None else threads
         self.precision = _named_precision(ladder, precision)
+        self.task, self.any_size = ladder.task, ladder.any_size
         self.preprocessing = ladder.preprocessing
         self._load(ladder, precision, points, cascade)
         self._p95_ms, self._no_p95 = self._measured_p95()
@@ -95,7 +69,9 @@ class Session:
         frontier, shape = ladder.frontier, ladder.preprocessing.image_shape
         for name in names or ():
             frontier[name]  # refuses names that it does not have
-        runtime = open_runtime(self.runtime, threads=self.threads, precision=precision, image_shape=shape)
+        runtime = open_runtime(
+            self.runtime, threads=self.threads, precision=precision, image_shape=shape, any_size=ladder.any_size
+        )
         self._full_macs = frontier.full_macs
         self.chunk = runtime.chunk
         self._points = {point.name: point for point in frontier.points if names is None or point.name in names}
@@ -109,6 +85,8 @@ class Session:
             times = time_stages(chain, np.zeros((1, *shape), np.uint8), len(ladder.stages), repeats=STAGE_REPEATS)
             p95_ms = tuple(percentile(stage, 95) for stage in times)
             self._runner = CascadeRunner(cascade=ladder.cascade, chain=chain, p95_ms=p95_ms)
+        if ladder.task == "segmentation":
+            self._finishing = Finishing.measured(len(self.classes), self.input_size)
 
     def _measured_p95(self) -> tuple[Mapping[str, float], str]:
         try:
@@ -162,14 +140,15 @@ class Session:
         """The cascade stage by stage, for callers that decide themselves what goes on: at most `chunk` images.
 
         Yields the probabilities [n, classes] of each stage; is sent the rows that go on, or None for all of them. Close
-        the generator to stop early.
+        the generator to stop early. Of segmentation, one image of the ladder's size, and the scores of its pixels
+        [1, classes, H, W], which are lent until the walk goes on.
         """
-        return self._loaded_runner().chain.walk(self._batch(images))
+        return self._loaded_runner().chain.walk(self._fitted(images))
 
     def time_stages(self, image: Images, *, repeats: int) -> list[list[float]]:
         """Times of each stage of the cascade on one image: [stages][repeats]."""
         runner = self._loaded_runner()
-        return time_stages(runner.chain, self._batch(image)[:1], len(runner.p95_ms), repeats=repeats)
+        return time_stages(runner.chain, self._fitted(image)[:1], len(runner.p95_ms), repeats=repeats)
 
     def choose(self, budget: str | float | Budget) -> FrontierPoint:
         """The best loaded point within a budget: `60M`, `25ms`, `40%`, `acc:0.92`."""
@@ -192,6 +171,8 @@ class Session:
     ) -> Prediction:
         """Classifies images: a uint8 array [N, H, W, C] or [H, W, C], or paths or Pillow images, which are fitted.
 
+        A ladder for segmentation labels the pixels of images of any size, and answers at their own size.
+
         At most one of the others, otherwise the best point runs. `budget` and `point` choose a point. With `confidence`
         an image leaves at the first exit whose highest probability reaches it; with `average_macs` (such as `30M` or
         `40%`) every exit asks for what pays most where as much is spent on average. With `deadline_ms` one image runs
@@ -206,50 +187,34 @@ class Session:
             raise UserError(f"{' and '.join(asked)} cannot be combined; use one of them")
         if confidence is not None or average_macs is not None:
             needed = self._needed_confidence(confidence, average_macs)
-            return self._leave_early(self._batch(images), needed, start)
+            return self._leave_early(self._answers(images), needed, start)
         if deadline_ms is not None:
-            runner = self._loaded_runner()
-            check_deadline(deadline_ms, runner.p95_ms[0])
-            return self._keep_deadline(runner, self._batch(images), deadline_ms, start)
+            return self._keep_deadline(self._loaded_runner(), images, deadline_ms, start)
         chosen = self._named(point) if point is not None else self._best(budget)
-        return self._run(chosen, self._batch(images), start)
+        return self._run(chosen, self._answers(images), start)
 
-    def _run(self, point: FrontierPoint, batch: Images, start: float) -> Prediction:
+    def _run(self, point: FrontierPoint, answers: Answers, start: float) -> Prediction:
         chain = self._chains[point.name]
-        parts = [_first(chain, batch[first : first + self.chunk]) for first in range(0, len(batch), self.chunk)]
-        probabilities = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        exits = np.full(len(batch), point.exit, np.int64)
-        return self._answer(probabilities, exits, point.name, point.macs, start)
+        for rows, images in answers.passes():
+            with closing(chain.walk(images)) as walk:
+                found = next(walk)
+                answers.take(rows, found, point.exit, answers.confidence(found))
+        return answers.prediction(point=point.name, macs=point.macs * float(answers.work.mean()), start=start)
 
-    def _leave_early(self, batch: Images, confidence: Sequence[float], start: float) -> Prediction:
+    def _leave_early(self, answers: Answers, confidence: Sequence[float], start: float) -> Prediction:
         runner = self._loaded_runner()
-        probabilities = np.empty((len(batch), len(self.classes)), np.float32)
-        exits = np.empty(len(batch), np.int64)
-        spent = 0
-        for first in range(0, len(batch), self.chunk):
-            part = slice(first, first + self.chunk)
-            spent += runner.leave_early(batch[part], confidence, probabilities[part], exits[part])
-        return self._answer(probabilities, exits, runner.cascade.point, spent / len(batch), start)
+        for rows, images in answers.passes():
+            runner.leave_early(rows, images, confidence, answers)
+        return answers.prediction(point=runner.cascade.point, macs=runner.spent(answers), start=start)
 
-    def _keep_deadline(self, runner: CascadeRunner, batch: Images, deadline_ms: float, start: float) -> Prediction:
-        if len(batch) != 1:
-            raise UserError(f"deadline_ms={deadline_ms}: works for one image, and {len(batch)} were given")
-        probabilities, done = runner.keep_deadline(batch, start + deadline_ms / 1e3)
-        macs = sum(runner.cascade.macs[:done])
-        exits = np.array([runner.cascade.exits[done - 1]], np.int64)
-        return self._answer(probabilities, exits, runner.cascade.point, macs, start)
-
-    def _answer(
-        self, probabilities: Floats, exits: npt.NDArray[np.int64], point: str, macs: float, start: float
-    ) -> Prediction:
-        return Prediction(
-            probabilities=probabilities,
-            classes=self.classes,
-            point=point,
-            macs=float(macs),
-            exits=exits,
-            time_ms=1e3 * (time.perf_counter() - start),
-        )
+    def _keep_deadline(self, runner: CascadeRunner, images: Any, deadline_ms: float, start: float) -> Prediction:
+        answers = self._answers(images)
+        if len(answers.exits) != 1:
+            raise UserError(f"deadline_ms={deadline_ms}: works for one image, and {len(answers.exits)} were given")
+        check_deadline(deadline_ms, runner.p95_ms[0] + answers.finishing_ms)
+        for _, image in answers.passes():
+            runner.keep_deadline(image, start + deadline_ms / 1e3, answers)
+        return answers.prediction(point=runner.cascade.point, macs=runner.spent(answers), start=start)
 
     def _named(self, name: str) -> FrontierPoint:
         if name not in self._points:
@@ -278,10 +243,23 @@ class Session:
         assert average_macs is not None
         return cascade.confidence(average_macs, self._full_macs)
 
-    def _batch(self, images: Any) -> Images:
+    def _fitted(self, images: Any) -> Images:
+        """At the ladder's size."""
         if isinstance(images, np.ndarray):
             return check_array(images, self.input_size, self.channels)
         return to_batch(images, self.input_size, self.channels)
+
+    def _answers(self, images: Any) -> Answers:
+        """Where answers for these images go."""
+        if self.task == "segmentation":
+            return PixelAnswers(
+                to_pictures(images, self.channels),
+                self.classes,
+                self.input_size,
+                any_size=self.any_size,
+                finishing=self._finishing,
+            )
+        return ClassAnswers(self._fitted(images), self.classes, self.chunk)
 
 
 def predict_once(
@@ -295,7 +273,8 @@ def predict_once(
 ) -> Prediction:
     """One call of `Session.predict`, without a session to keep: only what it needs is loaded, which starts faster."""
     ladder = read_ladder(folder)
-    batch = to_batch(images, ladder.preprocessing.size, ladder.preprocessing.channels)
+    about, segments = ladder.preprocessing, ladder.task == "segmentation"
+    opened: Any = to_pictures(images, about.channels) if segments else to_batch(images, about.size, about.channels)
     points: list[str] = []
     if asked.keys() <= {"budget", "point"}:
         points = [_asked_point(ladder, runtime, threads, latency or ladder.folder, **asked)]
@@ -303,7 +282,7 @@ def predict_once(
     with Session(
         folder, runtime=runtime, threads=threads, points=points, cascade=not points, latency=latency
     ) as session:
-        return session.predict(batch, **asked)
+        return session.predict(opened, **asked)
 
 
 def _asked_point(
@@ -322,31 +301,15 @@ def _asked_point(
     return ladder.frontier.choose(budget, times).name
 
 
-def check_array(images: npt.NDArray[Any], size: tuple[int, int], channels: int) -> Images:
-    """A uint8 array [N, H, W, C] or [H, W, C] as [N, H, W, C]."""
-    shape = (*size, channels)
-    if images.dtype != np.uint8:
-        raise UserError(f"images of {images.dtype}: must be uint8 with values 0 to 255")
-    if images.ndim not in (3, 4) or images.shape[-3:] != shape or not len(images):
-        wanted = f"[N, {', '.join(map(str, shape))}]"
-        raise UserError(f"images of shape {list(images.shape)}: must be {wanted}")
-    batch: Images = np.ascontiguousarray(images.reshape(-1, *shape))
-    return batch
-
-
-def _first(chain: Chain, images: Images) -> Floats:
-    with closing(chain.walk(images)) as walk:
-        return next(walk)
-
-
 def _checked_chain(chain: Chain, ladder: Ladder, stages: Sequence[NetworkFile]) -> Chain:
-    """Walks once: every stage must answer with one probability per class."""
-    image = np.zeros((1, *ladder.preprocessing.image_shape), np.uint8)
+    """Walks once: every stage must answer with one number per class, or per class and pixel."""
+    about = ladder.preprocessing
+    image = np.zeros((1, *about.image_shape), np.uint8)
+    shape = (1, len(about.classes), *(about.size if ladder.task == "segmentation" else ()))
     for stage, answers in zip(stages, chain.walk(image), strict=True):
-        num_classes = len(ladder.preprocessing.classes)
-        if answers.shape != (1, num_classes) or answers.dtype != np.float32:
+        if answers.shape != shape or answers.dtype != np.float32:
             found = f"{answers.dtype} {list(answers.shape)}"
-            raise UserError(f"{stage.path}: answers {found}; it must be float32 [1, {num_classes}]")
+            raise UserError(f"{stage.path}: answers {found}; it must be float32 {list(shape)}")
     return chain
 
 

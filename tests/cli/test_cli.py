@@ -52,7 +52,9 @@ OPTIONS = {
     },
     "choose": {"--budget", "--json", "--debug"},
     "slim": {"-o", "--out", "--budget", "--point", "--data", "--json", "--debug"},
-    "export": {"-o", "--out", "--budget", "--point", "--ladder", "--precision", "--data", "--json", "--debug"},
+    "export": {
+        *("-o", "--out", "--budget", "--point", "--ladder", "--precision", "--any-size", "--data", "--json", "--debug")
+    },
     "report": {"-o", "--out", "--data", "--json", "--debug"},
     "predict": {
         *("--budget", "--point", "--confidence", "--average-macs", "--deadline-ms", "--runtime", "--threads", "--top"),

@@ -145,7 +145,7 @@ def test_nowhere_to_write(stages, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(runtime.tempfile, "TemporaryDirectory", full)
+    monkeypatch.setattr(runtime, "scratch_folder", full)
     images = np.zeros((1, *SHAPE), np.uint8)
     assert len(walked(OnnxRuntime(1, SHAPE).chain(stages), images)) == len(stages)
 

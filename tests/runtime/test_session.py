@@ -18,6 +18,7 @@ from cnmm.cascade import Cascade, Threshold
 from cnmm.cli import main as cli
 from cnmm.ladder import read_ladder
 from cnmm.runtime import bench, latency
+from cnmm.runtime.answers import ClassAnswers
 from cnmm.runtime.early_exit import CascadeRunner
 from cnmm.runtime.session import Session
 from tests.helpers import RUN_CLI, ask, complaint, python, refused
@@ -280,23 +281,33 @@ class FakeChain:
             self.closed = True
 
 
+def fake_answers(num):
+    images = np.arange(num, dtype=np.uint8).reshape(num, 1, 1, 1)
+    return ClassAnswers(images, ("a", "b"), num)
+
+
+def left_early(chain, num):
+    """All images in one pass, each exit but the last asking for 0.8."""
+    runner, answers = fake_cascade(chain), fake_answers(num)
+    for rows, images in answers.passes():
+        runner.leave_early(rows, images, (0.8, 0.8), answers)
+    return answers.prediction(point="e3c0", macs=runner.spent(answers), start=0.0)
+
+
 def test_the_batch_closes_ranks():
     chain = FakeChain([[0.9, 0.9, 0.9], [0.6, 0.6, 0.6], [0.6, 0.8, 0.9], [0.7, 0.7, 0.6], [0.95, 0.9, 0.9]])
-    images = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1)
-    probabilities, exits = np.zeros((5, 2), np.float32), np.zeros(5, np.int64)
-    spent = fake_cascade(chain).leave_early(images, (0.8, 0.8), probabilities, exits)
+    answer = left_early(chain, 5)
     assert chain.ran == [[0, 1, 2, 3, 4], [1, 2, 3], [1, 3]]
-    assert exits.tolist() == [1, 3, 2, 3, 1]
-    assert probabilities[:, 0] == pytest.approx([0.9, 0.6, 0.8, 0.6, 0.95])
-    assert spent == 5 * 10 + 3 * 100 + 2 * 1000
+    assert answer.exits.tolist() == [1, 3, 2, 3, 1]
+    assert answer.probabilities[:, 0] == pytest.approx([0.9, 0.6, 0.8, 0.6, 0.95])
+    assert answer.confidence == pytest.approx([0.9, 0.6, 0.8, 0.6, 0.95])
+    assert answer.macs == (5 * 10 + 3 * 100 + 2 * 1000) / 5
     assert chain.closed
 
 
 def test_nothing_is_copied_when_all_stay_and_nothing_runs_when_none_does():
-    images = np.arange(2, dtype=np.uint8).reshape(2, 1, 1, 1)
-    probabilities, exits = np.zeros((2, 2), np.float32), np.zeros(2, np.int64)
     chain = FakeChain([[0.6, 0.9, 0.9], [0.6, 0.9, 0.9]])
-    assert fake_cascade(chain).leave_early(images, (0.8, 0.8), probabilities, exits) == 2 * 110
+    assert left_early(chain, 2).macs == 110
     assert chain.ran == [[0, 1], [0, 1]]
     assert chain.kept == [None]
 
@@ -343,11 +354,14 @@ def test_a_deadline_ends_before_the_stage_that_might_be_late():
     for expected, deadline_s in ((1, 0.05), (2, 0.1), (3, 1.0)):
         chain = FakeChain([[0.5, 0.6, 0.7]], seconds=0.02)
         start = time.perf_counter()
-        answers, done = fake_cascade(chain, p95_ms=(20.0, 45.0, 60.0)).keep_deadline(image, start + deadline_s)
+        answers = fake_answers(1)
+        fake_cascade(chain, p95_ms=(20.0, 45.0, 60.0)).keep_deadline(image, start + deadline_s, answers)
         assert time.perf_counter() - start < deadline_s + 0.1
         # a machine that is busy may stop earlier, never later
+        done = answers.exits[0]
         assert 1 <= done <= expected
-        assert answers[0, 0] == pytest.approx(0.4 + 0.1 * done)
+        found = answers.prediction(point="e3c0", macs=0.0, start=start)
+        assert found.probabilities[0, 0] == pytest.approx(0.4 + 0.1 * done)
         assert len(chain.ran) == done
         assert chain.closed
     assert done == 3
@@ -488,7 +502,8 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path, name, part):
         (lambda m: m.pop("format_version"), "format_version"),
         (lambda m: m.update(format_version=99), "99"),
         (lambda m: m.update(kind="run"), "kind"),
-        (lambda m: m.update(task="segmentation"), "task"),
+        (lambda m: m.update(task="regression"), "task"),
+        (lambda m: m.update(task="segmentation"), "'logits'"),
         (lambda m: m.update(precision="float8"), "float8"),
         (lambda m: m.update(points=[]), "points"),
         (lambda m: m["points"][1].pop("macs"), "macs"),
