@@ -47,10 +47,11 @@ from cnmm.run_images import RunImages
 from cnmm.run_measuring import measure_frontier, read_frontier
 from cnmm.runtime.latency import p95
 from cnmm.runtime.session import Session
-from cnmm.training.batches import Images, start_workers
+from cnmm.training.batches import start_workers
 from cnmm.training.card import card
 from cnmm.training.config import TrainConfig
 from cnmm.training.recipes import recipe
+from cnmm.training.scene_batches import make_images
 from cnmm.training.seeds import seeded
 
 CALIBRATION_IMAGES = 512
@@ -208,7 +209,7 @@ class Run:
         place = pick_device(device)
         part, indices = self.images.split(split)
         with start_workers(self.images.data, config) as running:
-            images = Images(self.images.data, config, device=place, workers=running)
+            images = make_images(self.images.data, config, device=place, workers=running)
             model = self.settled(chosen) if chosen and not raw else self.model
             exits = evaluate_exits(
                 model.to(place),

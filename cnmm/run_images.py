@@ -10,18 +10,17 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
 from cnmm.config import MixtureConfig, Preprocessing
-from cnmm.data import DataSet, Split, hold_out, open_data
+from cnmm.data import DataSet, Split, divide, hold_out, open_data
 from cnmm.data.dataset import Images as Pixels
 from cnmm.data.dataset import Labels
 from cnmm.evaluation.batches import Batches, Reread
-from cnmm.evaluation.damage import DAMAGE_IMAGES
-from cnmm.training.batches import EVALUATION_BATCH, STATISTICS_IMAGES, Images
+from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
+from cnmm.training.scene_batches import make_images
 
 CHOSEN_ON_TEST = "test (chosen on test)"
 """The split of a run that held no images out."""
@@ -56,11 +55,11 @@ class RunImages:
     @cached_property
     def prepared(self) -> Images:
         """What makes batches for the network of them."""
-        return Images(self.data, self.config)
+        return make_images(self.data, self.config)
 
     @cached_property
     def _parts(self) -> tuple[np.ndarray, np.ndarray]:
-        return hold_out(self.data.train.labels, self.config.val, self.config.seed)
+        return divide(self.data, self.config.val, self.config.seed)
 
     @property
     def num_held_out(self) -> int:
@@ -98,17 +97,16 @@ class RunImages:
 
     def batches(self, part: Split, chosen: np.ndarray) -> Batches[tuple[Tensor, Tensor]]:
         """Batches of prepared images and their labels, read anew each time."""
-        return Reread(lambda: self.prepared.batches(part, chosen), -(-len(chosen) // EVALUATION_BATCH))
+        return Reread(lambda: self.prepared.batches(part, chosen), self.prepared.num_batches(part, chosen))
 
     def statistics(self) -> Batches[Tensor]:
-        """Batches of training images, augmented as in training, on which batch statistics are estimated."""
+        """Batches of training images, augmented as in training, or whole scenes: for estimating batch statistics."""
         train, kept, prepared = self.data.train, self._parts[0], self.prepared
-        num = -(-min(STATISTICS_IMAGES, len(kept)) // EVALUATION_BATCH)
-        return Reread(lambda: prepared.statistics_batches(train, kept), num)
+        return Reread(lambda: prepared.statistics_batches(train, kept), prepared.num_statistics(train, kept))
 
     def damage(self) -> Tensor:
         """The training images that damage is measured on, one batch."""
-        return torch.cat(list(self.prepared.some(self.data.train, self._parts[0], DAMAGE_IMAGES, "damage")))
+        return self.prepared.damage_batch(self.data.train, self._parts[0])
 
     def held_out(self, num: int | None = None) -> tuple[Pixels, Labels]:
         """Held-out images, uint8 [N, H, W, C], and their labels; at most `num` of them."""

@@ -62,8 +62,7 @@ def train(
     images = open_data(data, skip_bad=skip_bad)
     for name in images.skipped:
         logger.warning("skipped %s: cannot be read", name)
-    if config.val and "val" not in fields:  # a small set keeps most of its images
-        config = dataclasses.replace(config, val=min(config.val, len(images.train) // 10))
+    config = dataclasses.replace(config, val=_num_held_out(images, config, asked="val" in fields))
     if init:  # trained weights are not to be replaced
         config = dataclasses.replace(config, stem_init="random")
     torch.manual_seed(config.seed)
@@ -92,6 +91,13 @@ def train(
     return run
 
 
+def _num_held_out(data: DataSet, config: TrainConfig, *, asked: bool) -> int:
+    """How many images are held out: the set's own, if it has such; a small set keeps most unless one asks for more."""
+    if config.val and data.held_out:
+        return len(data.held_out)
+    return config.val if asked else min(config.val, len(data.train) // 10)
+
+
 def _start(
     out: Path, model: Mixture, data: DataSet, config: TrainConfig, init: str | Path | None, *, resume: bool
 ) -> None:
@@ -113,9 +119,15 @@ def _new_model(name: str | None, data: DataSet, variant: dict[str, Any]) -> Mixt
     if name is None:
         name, _, why = suggest_model(data)
         logger.info("model %s: %s", name, why)
-    if model_plan(name).config.task != "classification":
-        raise UserError(f"--model {name} labels pixels, {data.spec} labels images; `cnmm models` lists the others")
+    _check_task(name, data, model_plan(name).config)
     return create_model(name, num_classes=len(data.classes), in_chans=data.in_chans, input_size=data.size, **variant)
+
+
+def _check_task(name: str, data: DataSet, config: MixtureConfig) -> None:
+    """Pixels are labelled by one kind of model, images by another."""
+    does, needs = ("pixels" if pixels else "images" for pixels in (config.task == "segmentation", bool(data.palette)))
+    if does != needs:
+        raise UserError(f"{name} labels {does}, {data.spec} labels {needs}; `cnmm models` lists the others")
 
 
 def _initial(init: str | Path, name: str | None, data: DataSet, variant: dict[str, Any]) -> Mixture:
@@ -126,6 +138,7 @@ def _initial(init: str | Path, name: str | None, data: DataSet, variant: dict[st
     for field, value in variant.items():
         if value != getattr(trained.config, field):
             raise UserError(f"{field}={value!r}: {init} has {getattr(trained.config, field)!r}, which is fixed")
+    _check_task(str(init), data, trained.config)
     config: MixtureConfig = dataclasses.replace(trained.config, num_classes=len(data.classes), input_size=data.size)
     if config.in_chans != data.in_chans:
         raise UserError(f"--init {init}: it takes {config.in_chans} channels, the images have {data.in_chans}")

@@ -26,13 +26,15 @@ class Train:
     """Train a mixture on your images; Ctrl-C saves, and --resume continues to the same result."""
 
     data: DataName
-    """cifar10:DIR, cifar100:DIR, folder:DIR, fashion:DIR, or fashion (the embedded sample)."""
+    """cifar10:DIR, cifar100:DIR, folder:DIR, fashion:DIR or fashion (the embedded sample); pixels are labelled in
+    camvid:DIR, cityscapes:DIR and masks:DIR."""
     out: Annotated[Path, arg(aliases=["-o"], metavar="RUN")]
     """The run folder to write."""
     model: Annotated[str | None, arg(help_behavior_hint="(default: fits the images)")] = None
     """A model of the zoo."""
     recipe: str = DEFAULT_RECIPE
-    """quick, long, cifar10 or cifar100 (the paper's): the defaults of the training options below."""
+    """quick, long, cifar10 or cifar100 (the paper's); for pixels, street or cityscapes (the paper's): the defaults of
+    the training options below."""
     init: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="(default: train from scratch)")] = None
     """Start from the weights of a trained run; its classes may differ."""
     resume: Annotated[bool, NO_HINT] = False

@@ -3,7 +3,7 @@
 `open_data("cifar10:DIR")` is the way in; `hold_out` sets validation images aside; `suggest_model` names a model.
 """
 
-from cnmm.data.dataset import ArraySplit, DataSet, Split, hold_out
+from cnmm.data.dataset import ArraySplit, DataSet, Split, divide, hold_out
 from cnmm.data.fashion import FASHION_CLASSES, fashion_sample
 from cnmm.data.images import FileSplit
 from cnmm.data.registry import MEMORY_LIMIT, open_data, suggest_model
@@ -17,6 +17,7 @@ __all__ = [
     "FileSplit",
     "Split",
     "Workers",
+    "divide",
     "fashion_sample",
     "hold_out",
     "num_workers",

@@ -48,7 +48,7 @@ class ArraySplit:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """A data set for classification."""
+    """A data set: labelled images, or scenes, images whose pixels are labelled."""
 
     name: str
     spec: str
@@ -65,6 +65,8 @@ class DataSet:
     in_chans: int
     palette: tuple[tuple[int, int, int], ...] = ()
     """Where pixels are labelled: red, green and blue of each class."""
+    held_out: tuple[int, ...] = ()
+    """Images of `train` that the set itself holds out for validation; none: they are drawn by seed."""
     skipped: tuple[str, ...] = ()
     """Files that could not be read and were left out."""
 
@@ -76,7 +78,12 @@ def channel_statistics(split: Split) -> tuple[tuple[float, ...], tuple[float, ..
         indices = sample_indices(len(split), NUM_FOR_STATISTICS)
     counts: npt.NDArray[np.int64] | int = 0
     for start in range(0, len(indices), _CHUNK):
-        counts = counts + _histograms(split.read(indices[start : start + _CHUNK]))
+        counts = counts + histograms(split.read(indices[start : start + _CHUNK]))
+    return moments(np.asarray(counts))
+
+
+def moments(counts: npt.NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, in units of 255, from how often each value occurs: [C, 256]."""
     values = np.arange(256) / 255
     share = counts / np.sum(counts, axis=1, keepdims=True)
     mean = share @ values
@@ -84,7 +91,7 @@ def channel_statistics(split: Split) -> tuple[tuple[float, ...], tuple[float, ..
     return tuple(mean.tolist()), tuple(np.sqrt(variance).clip(min=1 / 255).tolist())
 
 
-def _histograms(images: Images) -> npt.NDArray[np.int64]:
+def histograms(images: Images) -> npt.NDArray[np.int64]:
     """How often each value occurs in each channel: [C, 256]."""
     return np.stack([np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])])
 
@@ -94,6 +101,17 @@ def sample_indices(num: int, limit: int) -> npt.NDArray[np.int64]:
     if num <= limit:
         return np.arange(num)
     return np.sort(np.random.default_rng(0).choice(num, limit, replace=False))
+
+
+def divide(data: DataSet, num: int, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Sorted indices of the training images to train on, and of those held out for validation.
+
+    `num` are drawn; a set with validation images of its own holds those out, unless `num` is 0.
+    """
+    if not (num and data.held_out):
+        return hold_out(data.train.labels, num, seed)
+    held = np.array(data.held_out)
+    return np.setdiff1d(np.arange(len(data.train)), held, assume_unique=True), held
 
 
 def hold_out(labels: Labels, num: int, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

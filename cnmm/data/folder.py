@@ -104,7 +104,7 @@ def _check_same_classes(folder: Path, classes: tuple[str, ...]) -> None:
 
 
 def _list_split(folder: Path, classes: tuple[str, ...]) -> _Listing:
-    files = [_image_files(folder / name) for name in classes]
+    files = [image_files(folder / name) for name in classes]
     labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in files])
     _check_no_class_is_empty(folder, classes, labels, "has no images; their suffixes are " + _suffix_text())
     return _Listing(folder, tuple(path for paths in files for path in paths), labels)
@@ -120,7 +120,8 @@ def _check_no_class_is_empty(folder: Path, classes: tuple[str, ...], labels: Lab
             raise UserError(f"the class {folder / name} {problem}")
 
 
-def _image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path) -> list[Path]:
+    """All image files below a folder, sorted; hidden ones are left out."""
     found = []
     for parent, folders, files in os.walk(folder, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".")]

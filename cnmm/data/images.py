@@ -45,6 +45,8 @@ _SUFFIXES = {
 }
 IMAGE_SUFFIXES = frozenset(" ".join(_SUFFIXES.values()).split())
 _CHUNK = 16
+_ORIENTATION = 0x0112
+"""The EXIF tag; from 5 on, width and height change places."""
 _FIX = "replace it, remove it, or leave such files out with skip_bad=True"
 
 
@@ -71,7 +73,7 @@ class FileSplit:
 
 def decode_image(path: Path, size: tuple[int, int] | None, *, fix: str = _FIX) -> Images:
     """One file as RGB, scaled and cropped to `size` (None: its own): [H, W, 3]. `fix`: what to do about a bad file."""
-    with _opened(path, fix) as image:
+    with opened(path, fix) as image:
         if size is not None:
             # A JPEG is decoded at a fraction of its size, where that leaves twice the pixels needed; others are not.
             image.draft(None, (2 * max(size), 2 * max(size)))
@@ -92,9 +94,33 @@ def resize_image(image: Images, size: tuple[int, int]) -> Images:
     return np.stack([np.asarray(plane.resize(size[::-1], Image.Resampling.BICUBIC)) for plane in planes], -1)
 
 
+def decode_shrunk(path: Path, longest: int) -> Images:
+    """One file as RGB, scaled so that its longer side has at most `longest` pixels: [H, W, 3]."""
+    with opened(path) as image:
+        image.draft(None, (2 * longest, 2 * longest))
+        rgb = _to_rgb(ImageOps.exif_transpose(image))
+        height, width = shrunk_size((rgb.height, rgb.width), longest)
+        if rgb.size != (width, height):
+            rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
+        return np.asarray(rgb)
+
+
+def shrunk_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Height and width with the same ratio whose longer side is at most `longest`; small images keep theirs."""
+    share = min(1.0, longest / max(size))
+    return max(1, round(size[0] * share)), max(1, round(size[1] * share))
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """Height and width of an image as it is shown, from the file's header."""
+    with opened(path) as image:
+        turned = image.getexif().get(_ORIENTATION, 1) >= 5
+        return (image.width, image.height) if turned else (image.height, image.width)
+
+
 def shorter_side(path: Path) -> int:
     """Pixels along the shorter side, from the file's header."""
-    with _opened(path) as image:
+    with opened(path) as image:
         return min(image.size)
 
 
@@ -148,14 +174,14 @@ def _succeeds(work: Callable[[int], object], index: int, skip_bad: bool) -> bool
 
 
 @contextmanager
-def _opened(path: Path, fix: str = _FIX) -> Iterator[Image.Image]:
+def opened(path: Path, fix: str = _FIX, *, what: str = "an image") -> Iterator[Image.Image]:
     """The image with its header read; whatever goes wrong inside becomes one line that names the file."""
     try:
         with Image.open(path, formats=_formats()) as image:
             _refuse_bomb(image)
             yield image
     except Exception as error:  # a damaged file makes Pillow raise nearly anything: OSError, SyntaxError, struct.error
-        raise UserError(f"{path}: cannot be read as an image ({_reason(error)}); {fix}") from None
+        raise UserError(f"{path}: cannot be read as {what} ({_reason(error)}); {fix}") from None
 
 
 @cache

@@ -16,6 +16,18 @@ from cnmm.data.dataset import ArraySplit, DataSet, channel_statistics
 from cnmm.data.fashion import FASHION_CLASSES, fashion_sample, read_fashion
 from cnmm.data.folder import SMALL_SIDE, read_folder
 from cnmm.data.images import Progress, fit_images
+from cnmm.data.masks import ClassNames
+from cnmm.data.scenes import open_scenes
+from cnmm.data.streets import (
+    CAMVID_CLASSES,
+    CAMVID_SIZE,
+    CITYSCAPES_CLASSES,
+    CITYSCAPES_SIZE,
+    Splits,
+    camvid_files,
+    cityscapes_files,
+    own_files,
+)
 
 MEMORY_LIMIT = 4 * 2**30
 """Bytes of decoded images that are kept in memory."""
@@ -62,9 +74,12 @@ def open_data(
 ) -> DataSet:
     """Opens `cifar10:DIR`, `cifar100:DIR`, `folder:DIR`, `fashion:DIR` or `fashion`, the embedded sample.
 
+    Scenes, whose pixels are labelled: `camvid:DIR`, `cityscapes:DIR`, `masks:DIR`.
+
     `size` is height and width; without it CIFAR and Fashion-MNIST keep theirs, and a folder gets one that suits its
-    images. Images of a folder that need more than `memory_limit` bytes stay on disk. `skip_bad` leaves out image files
-    that cannot be read, and lists them in `skipped`. `progress` is called with (done, total) while a folder is read.
+    images. Scenes keep their ratio: they are shrunk to its longer side. Images of a folder that need more than
+    `memory_limit` bytes stay on disk. `skip_bad` leaves out image files that cannot be read, and lists them in
+    `skipped`. `progress` is called with (done, total) while a folder is read.
     """
     opener, folder = _parse(spec)
     size = None if size is None else _checked(size)
@@ -75,6 +90,8 @@ def open_data(
 def suggest_model(dataset: DataSet) -> tuple[str, tuple[int, int], str]:
     """A model of the zoo for the images of a data set, the input size, and one sentence that says why."""
     pixels = f"{dataset.size[0]}x{dataset.size[1]}"
+    if dataset.palette:
+        return "cnmm_seg_b5s5", dataset.size, f"It labels every pixel of images, here of {pixels}."
     if min(dataset.size) <= SMALL_SIDE:
         return "cnmm_b4s3", dataset.size, f"It is for small images, here of {pixels}, and learns fast on a CPU."
     return "cnmm_b5s4", dataset.size, f"Its stem makes large images, here of {pixels}, four times smaller first."
@@ -142,11 +159,47 @@ def _fashion(folder: Path | None, request: Request) -> DataSet:
     return _in_memory("fashion", request, FASHION_CLASSES, *read_fashion(folder))
 
 
-def _in_memory(name: str, request: Request, classes: tuple[str, ...], train: ArraySplit, test: ArraySplit) -> DataSet:
-    """A data set whose images are all decoded: fitted to the size, if it does not take too much memory."""
+@register_data("camvid")
+def _camvid(folder: Path | None, request: Request) -> DataSet:
+    assert folder is not None
+    return _scenes("camvid", request, CAMVID_CLASSES, camvid_files(folder), CAMVID_SIZE)
+
+
+@register_data("cityscapes")
+def _cityscapes(folder: Path | None, request: Request) -> DataSet:
+    assert folder is not None
+    return _scenes("cityscapes", request, CITYSCAPES_CLASSES, cityscapes_files(folder), CITYSCAPES_SIZE)
+
+
+@register_data("masks")
+def _masks(folder: Path | None, request: Request) -> DataSet:
+    assert folder is not None
+    return _scenes(folder.resolve().name, request, *own_files(folder), None)
+
+
+def _scenes(name: str, request: Request, classes: ClassNames, splits: Splits, usual: tuple[int, int] | None) -> DataSet:
+    """Scenes at the size that was asked for, or that is usual."""
+    _warn_of_skip_bad(request)
+    return open_scenes(
+        name,
+        request.spec,
+        classes,
+        splits,
+        size=request.size or usual,
+        memory_limit=request.memory_limit,
+        progress=request.progress,
+    )
+
+
+def _warn_of_skip_bad(request: Request) -> None:
     if request.skip_bad:
         words = f"skip_bad has no effect on {request.spec}: only image files of folder:DIR are skipped"
-        warnings.warn(words, stacklevel=4)
+        warnings.warn(words, stacklevel=5)
+
+
+def _in_memory(name: str, request: Request, classes: tuple[str, ...], train: ArraySplit, test: ArraySplit) -> DataSet:
+    """A data set whose images are all decoded: fitted to the size, if it does not take too much memory."""
+    _warn_of_skip_bad(request)
     height, width, in_chans = train.images.shape[1:]
     size = request.size or (height, width)
     needed = (len(train) + len(test)) * size[0] * size[1] * in_chans

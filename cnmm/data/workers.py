@@ -16,10 +16,10 @@ import subprocess
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from cnmm._errors import UserError
 from cnmm._machine import usable_cores
 from cnmm.data.dataset import Images, Indices, Split
 from cnmm.data.images import FileSplit, decode_image
+from cnmm.data.masks import MaskRule
+from cnmm.data.scenes import FileScenes, Pair, Scene, SceneSplit, decode_scene
+
+T = TypeVar("T")
 
 MOST = 16
 """Workers that are started when nobody says how many."""
@@ -40,7 +44,7 @@ def num_workers(asked: int | None, split: Split, processes: int = 1) -> int:
 
     `processes`: how many processes share the cores of this machine. Images in memory are read without workers.
     """
-    if not isinstance(split, FileSplit):
+    if not isinstance(split, FileSplit | FileScenes):
         if asked:
             warnings.warn(f"workers={asked} has no effect: these images are in memory", stacklevel=2)
         return 0
@@ -69,10 +73,27 @@ class Workers:
         if not self.num or not isinstance(split, FileSplit):
             yield from map(split.read, batches)
             return
-        waiting: deque[Future[Images]] = deque()
+        yield from self._ahead(
+            lambda worker, indices: worker.read([os.fspath(split.paths[index]) for index in indices], split.size),
+            batches,
+        )
+
+    def scenes(self, split: SceneSplit, batches: Iterable[Indices]) -> Iterator[list[Scene]]:
+        """The scenes of each batch of indices, in order, exactly as `split.scenes` gives them."""
+        if not self.num or not isinstance(split, FileScenes):
+            yield from map(split.scenes, batches)
+            return
+        yield from self._ahead(
+            lambda worker, indices: worker.scenes([split.pairs[index] for index in indices], split.rule, split.longest),
+            batches,
+        )
+
+    def _ahead(self, ask: Callable[[_Worker, Indices], T], batches: Iterable[Indices]) -> Iterator[T]:
+        """What workers answer, in order, some batches before it is wanted."""
+        waiting: deque[Future[T]] = deque()
         try:
             for indices in batches:
-                waiting.append(self._start().submit(self._ask, split, indices))
+                waiting.append(self._start().submit(self._ask, ask, indices))
                 if len(waiting) > _AHEAD * self.num:
                     yield waiting.popleft().result()
             while waiting:
@@ -100,11 +121,11 @@ class Workers:
                 self._idle.put(self.processes[-1])
         return self._threads
 
-    def _ask(self, split: FileSplit, indices: Indices) -> Images:
+    def _ask(self, ask: Callable[[_Worker, Indices], T], indices: Indices) -> T:
         """Runs in a thread: there are as many threads as workers, so one of them is idle."""
         worker = self._idle.get()
         try:
-            return worker.read([os.fspath(split.paths[index]) for index in indices], split.size)
+            return ask(worker, indices)
         finally:
             self._idle.put(worker)
 
@@ -126,24 +147,33 @@ class _Worker:
 
     def read(self, paths: Sequence[str], size: tuple[int, int]) -> Images:
         images = np.empty((len(paths), *size, 3), np.uint8)
-        try:
-            _send(self.requests, {"paths": paths, "size": size})
-            problem = self._receive(images)
-        except (BrokenPipeError, EOFError):
-            raise ChildProcessError(self._epitaph()) from None
-        if problem is not None:
-            raise UserError(problem)
+        self._ask({"paths": paths, "size": size}, lambda answer: [images])
         return images
 
-    def _receive(self, images: Images) -> str | None:
-        """Fills the images, or returns what is wrong with one of them."""
-        line = self.answers.readline()
-        if not line.endswith(b"\n"):
-            raise EOFError
-        problem: str | None = json.loads(line)["problem"]
-        if problem is None and self.answers.readinto(images.data) < images.nbytes:
-            raise EOFError
-        return problem
+    def scenes(self, pairs: Sequence[Pair], rule: MaskRule, longest: int) -> list[Scene]:
+        files = [[os.fspath(path) for path in pair] for pair in pairs]
+        arrays = self._ask(
+            {"pairs": files, "rule": rule.to_json(), "longest": longest},
+            lambda answer: [np.empty(shape, np.uint8) for shape in answer["shapes"]],
+        )
+        return [Scene(image, mask) for image, mask in zip(arrays[::2], arrays[1::2], strict=True)]
+
+    def _ask(self, request: dict[str, Any], make: Callable[[dict[str, Any]], list[Images]]) -> list[Images]:
+        """The arrays of an answer, which `make` makes room for."""
+        try:
+            _send(self.requests, request)
+            line = self.answers.readline()
+            if not line.endswith(b"\n"):
+                raise EOFError
+            answer = json.loads(line)
+            arrays = [] if answer["problem"] is not None else make(answer)
+            if any(self.answers.readinto(array.data) < array.nbytes for array in arrays):
+                raise EOFError
+        except (BrokenPipeError, EOFError):
+            raise ChildProcessError(self._epitaph()) from None
+        if answer["problem"] is not None:
+            raise UserError(answer["problem"])
+        return arrays
 
     def _epitaph(self) -> str:
         status = self.process.wait()
@@ -163,10 +193,10 @@ class _Worker:
             self.requests.close()
 
 
-def _send(pipe: io.BufferedWriter, message: dict[str, Any], pixels: Images | None = None) -> None:
+def _send(pipe: io.BufferedWriter, message: dict[str, Any], arrays: Iterable[Images] = ()) -> None:
     pipe.write(json.dumps(message).encode() + b"\n")
-    if pixels is not None:
-        pipe.write(pixels.data)
+    for array in arrays:
+        pipe.write(array.data)
     pipe.flush()
 
 
@@ -177,16 +207,16 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            images = _decode(request["paths"], request["size"])
+            arrays = _decode_scenes(request) if "pairs" in request else [_decode(request["paths"], request["size"])]
         except ValueError as error:
             _answer(answers, {"problem": str(error)})
         else:
-            _answer(answers, {"problem": None}, images)
+            _answer(answers, {"problem": None, "shapes": [array.shape for array in arrays]}, arrays)
 
 
-def _answer(pipe: io.BufferedWriter, message: dict[str, Any], pixels: Images | None = None) -> None:
+def _answer(pipe: io.BufferedWriter, message: dict[str, Any], arrays: Iterable[Images] = ()) -> None:
     try:
-        _send(pipe, message, pixels)
+        _send(pipe, message, arrays)
     except BrokenPipeError:  # nobody is left to read it
         os._exit(0)
 
@@ -197,3 +227,11 @@ def _decode(paths: Sequence[str], size: Sequence[int]) -> Images:
     for path, image in zip(paths, images, strict=True):
         image[:] = decode_image(Path(path), (height, width))
     return images
+
+
+def _decode_scenes(request: dict[str, Any]) -> list[Images]:
+    """Image, mask, image, mask, ..."""
+    rule = MaskRule.from_json(request["rule"])
+    pairs = [Pair(*map(Path, files)) for files in request["pairs"]]
+    scenes = (decode_scene(pair, rule, request["longest"]) for pair in pairs)
+    return [np.ascontiguousarray(array) for scene in scenes for array in scene]

@@ -12,6 +12,7 @@ from torch import Tensor
 from cnmm import distributed
 from cnmm._errors import UserError
 from cnmm.data import DataSet, Split, Workers, num_workers
+from cnmm.evaluation.damage import DAMAGE_IMAGES
 from cnmm.training.augment import alternating, augment, draw_views, show
 from cnmm.training.config import TrainConfig
 from cnmm.training.seeds import seeded
@@ -55,13 +56,8 @@ class Images:
 
         What is drawn for an image depends on its place in the whole batch.
         """
-        seed, size = self.config.seed, self.config.batch_size
-        num = size // distributed.world_size()
-        places = slice(num * distributed.rank(), num * (distributed.rank() + 1))
-        order = torch.randperm(len(kept), generator=seeded(seed, "order", epoch)).numpy()
-        steps = range(first, len(kept) // size)
-        parts = [np.sort(kept[order[step * size : (step + 1) * size]])[places] for step in steps]
-        for step, (chosen, pixels) in zip(steps, self._read(split, parts), strict=True):
+        seed, (places, parts) = self.config.seed, training_parts(self.config, kept, epoch, first)
+        for step, (chosen, pixels) in enumerate(self._read(split, parts), start=first):
             mirrored = alternating(chosen, seed, epoch) if self.config.flips == "alternating" else None
             views = draw_views(len(pixels), self.config, seeded(seed, "augment", epoch, step), places, mirrored)
             x = self.prepare(show(pixels, self.config, views).permute(0, 3, 1, 2)).to(self.dtype)
@@ -76,20 +72,35 @@ class Images:
         for chosen, images in self.read(split, indices):
             yield self.prepare(images.permute(0, 3, 1, 2)), self._labels(split, chosen)
 
+    def num_batches(self, split: Split, indices: np.ndarray) -> int:
+        """How many batches `batches` makes."""
+        return -(-len(indices) // EVALUATION_BATCH)
+
     def some(self, split: Split, kept: np.ndarray, num: int, purpose: str) -> Iterator[Tensor]:
         """Batches of at most `num` training images as they are, drawn for a purpose."""
-        chosen = torch.randperm(len(kept), generator=seeded(self.config.seed, purpose))[:num]
-        for images, _ in self.batches(split, np.sort(kept[chosen.numpy()])):
+        for images, _ in self.batches(split, self.chosen(kept, num, purpose)):
             yield images
+
+    def chosen(self, kept: np.ndarray, num: int, purpose: str) -> np.ndarray:
+        """Which training images are drawn for a purpose, sorted."""
+        drawn = torch.randperm(len(kept), generator=seeded(self.config.seed, purpose))[:num]
+        return np.sort(kept[drawn.numpy()])
+
+    def damage_batch(self, split: Split, kept: np.ndarray) -> Tensor:
+        """The training images that damage is measured on, one batch."""
+        return torch.cat(list(self.some(split, kept, DAMAGE_IMAGES, "damage")))
 
     def statistics_batches(self, split: Split, kept: np.ndarray) -> Iterator[Tensor]:
         """A few thousand training images, augmented as in training: borders belong to what was learned."""
-        seed = self.config.seed
-        chosen = torch.randperm(len(kept), generator=seeded(seed, "statistics"))[:STATISTICS_IMAGES]
-        for number, (_, images) in enumerate(self.read(split, np.sort(kept[chosen.numpy()]))):
+        seed, chosen = self.config.seed, self.chosen(kept, STATISTICS_IMAGES, "statistics")
+        for number, (_, images) in enumerate(self.read(split, chosen)):
             if len(images) > 1:
                 images = augment(images, self.config, seeded(seed, "statistics", number * EVALUATION_BATCH))
                 yield self.prepare(images.permute(0, 3, 1, 2))
+
+    def num_statistics(self, split: Split, kept: np.ndarray) -> int:
+        """How many batches `statistics_batches` makes."""
+        return -(-min(STATISTICS_IMAGES, len(kept)) // EVALUATION_BATCH)
 
     def read(self, split: Split, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Images as they are, uint8 [N, H, W, C], in batches, with their indices."""
@@ -107,6 +118,16 @@ class Images:
 
     def _labels(self, split: Split, chosen: np.ndarray) -> Tensor:
         return torch.from_numpy(split.labels[chosen]).to(self.device)
+
+
+def training_parts(config: TrainConfig, kept: np.ndarray, epoch: int, first: int = 0) -> tuple[slice, list[np.ndarray]]:
+    """Which images an epoch's batches have from step `first` on: this process's places in each, and their indices."""
+    size = config.batch_size
+    num = size // distributed.world_size()
+    places = slice(num * distributed.rank(), num * (distributed.rank() + 1))
+    order = torch.randperm(len(kept), generator=seeded(config.seed, "order", epoch)).numpy()
+    steps = range(first, len(kept) // size)
+    return places, [np.sort(kept[order[step * size : (step + 1) * size]])[places] for step in steps]
 
 
 def chunks(indices: np.ndarray) -> list[np.ndarray]:

@@ -23,6 +23,7 @@ def card(
 ) -> str:
     """The card as markdown: what it is, how good every exit is, what it expects. `data` is that of config.json."""
     last = exits[max(exits)]
+    words = metric_words(last.metric)
     rows = "\n".join(f"| {exit} | {100 * quality.value:.2f} |" for exit, quality in exits.items())
     height, width, channels = preprocessing.image_shape
     mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (preprocessing.mean, preprocessing.std))
@@ -34,9 +35,9 @@ them.
 - Architecture: {_architecture(model)}
 - Training: `cnmm train`, {config.epochs} epochs, seed {config.seed}, recipe `{config.recipe}`. {_recipe(config)}
 
-{metric_words(last.metric).capitalize()} (%) on {last.n} {split} images, expectation, nothing cut:
+{words if words == "mIoU" else words.capitalize()} (%) on {last.n} {split} images, expectation, nothing cut:
 
-| exit | {metric_words(last.metric)} |
+| exit | {words} |
 |---|---|
 {rows}
 

@@ -11,7 +11,9 @@ from cnmm.config import Device, Gates, is_count
 
 ExitWeights = Literal["linear", "equal"]
 OptimizerName = Literal["sgd", "muon"]
-Schedule = Literal["cosine", "linear"]
+Schedule = Literal["cosine", "linear", "cyclic"]
+CycleLr = Literal["lowest", "highest"]
+ClassWeights = Literal["equal", "inverse_log"]
 StemInit = Literal["random", "patches"]
 Padding = Literal["black", "reflect"]
 Flips = Literal["random", "alternating"]
@@ -35,7 +37,10 @@ class TrainConfig:
     warmup: float = 0.0
     """Part of the training over which the learning rate rises linearly."""
     schedule: Schedule = "cosine"
-    """How the learning rate falls after that: along half a cosine (the paper), or a line."""
+    """How the learning rate falls after that: along half a cosine (the paper), a line, or in cycles of five epochs that
+    are halved again and again (cyclic: the paper, for Cityscapes)."""
+    cycle_lr: CycleLr = "lowest"
+    """What lr is in a cyclic schedule: the lowest rate of the first cycles, or the highest."""
     optimizer: OptimizerName = "sgd"
     """sgd (the paper), or muon: each edge's matrix turns by the same angle in every step, Adam moves the rest."""
     matrix_lr: float = 0.03
@@ -91,6 +96,18 @@ class TrainConfig:
     """Pixels of padding before a random crop."""
     padding: Padding = "black"
     """What the padding shows: black, or reflect, the image mirrored at its border."""
+    scene_crop: tuple[int, int] = (240, 320)
+    """Of scenes: height and width of random crops; where one exceeds the image, it is the mean colour and void."""
+    final_crop: tuple[int, int] | None = None
+    """Of scenes: another size of crops in the last epochs, how many final_epochs says."""
+    final_epochs: int = 0
+    """Epochs at the end of the training that see crops of the size final_crop."""
+    zoom: tuple[float, float] = (1.0, 1.0)
+    """Of scenes: the least and the greatest random scale, before they are cropped."""
+    colour: float = 0.0
+    """Of scenes: how much brightness, contrast and saturation may change, as a share."""
+    class_weights: ClassWeights = "equal"
+    """Of scenes: what pixels of a class count, equal, or inverse_log: 1 / ln(1.1 + its share of the pixels)."""
     flip: bool = True
     """Mirror images."""
     flips: Flips = "random"
@@ -111,6 +128,8 @@ class TrainConfig:
             "gates": get_args(Gates),
             "exit_weights": get_args(ExitWeights),
             "schedule": get_args(Schedule),
+            "cycle_lr": get_args(CycleLr),
+            "class_weights": get_args(ClassWeights),
             "optimizer": get_args(OptimizerName),
             "stem_init": get_args(StemInit),
             "ladder_rule": get_args(LadderRule),
@@ -131,12 +150,13 @@ class TrainConfig:
             if not getattr(self, field) > 0:
                 raise UserError(f"{field}={getattr(self, field)!r}: must be positive")
         shares = ("warmup", "momentum", "label_smoothing", "ladder_start", "ladder_labels", "exit_distill")
-        for field in (*shares, "teacher_weight", "average"):
+        for field in (*shares, "teacher_weight", "average", "colour"):
             if not 0 <= getattr(self, field) <= 1:
                 raise UserError(f"{field}={getattr(self, field)!r}: must be between 0 and 1")
         for field in ("val", "crop", "weight_decay", "ladder_weight", "clip", "seed"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{field}={getattr(self, field)!r}: must not be negative")
+        self._check_scenes()
         if self.average and self.statistics == "raw":
             raise UserError(
                 f"average={self.average} with statistics='raw': running averages are not those of averaged parameters; "
@@ -144,6 +164,19 @@ class TrainConfig:
             )
         if not (self.workers is None or self.workers == 0 or is_count(self.workers)):
             raise UserError(f"workers={self.workers!r}: must be a whole number, 0, or None (as many as suit)")
+
+    def _check_scenes(self) -> None:
+        for field in ("scene_crop", "final_crop", "zoom"):  # JSON has no tuples
+            value = getattr(self, field)
+            object.__setattr__(self, field, value if value is None else tuple(value))
+        for field in ("scene_crop", "final_crop"):
+            size = getattr(self, field)
+            if size is not None and not (len(size) == 2 and all(map(is_count, size))):
+                raise UserError(f"{field}={size!r}: must be two whole numbers (height, width) of at least 1")
+        if not 0 < self.zoom[0] <= self.zoom[1]:
+            raise UserError(f"zoom={self.zoom!r}: must be two positive numbers, the smaller first")
+        if not 0 <= self.final_epochs <= self.epochs:
+            raise UserError(f"final_epochs={self.final_epochs!r}: must be 0 to epochs={self.epochs}")
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json records. Not where it runs: a training may go on with another device or other workers."""

@@ -14,7 +14,7 @@ import torch
 from cnmm import distributed
 from cnmm.cost import CostTable
 from cnmm.data import DataSet
-from cnmm.evaluation.damage import DAMAGE_IMAGES, measure_orders
+from cnmm.evaluation.damage import measure_orders
 from cnmm.evaluation.search import Candidate
 from cnmm.lattice import OperatingPoint, Rule
 from cnmm.mixture import Mixture
@@ -71,7 +71,7 @@ def start_ladder(model: Mixture, images: Images, data: DataSet, kept: np.ndarray
         return Ladder(model)
     if distributed.rank() == 0 and load_orders(folder, model.config) is None:
         with distributed.paused():
-            batch = torch.cat(list(images.some(data.train, kept, DAMAGE_IMAGES, "damage"))).to(images.dtype)
+            batch = images.damage_batch(data.train, kept).to(images.dtype)
             save_orders(folder, measure_orders(model, batch))
     distributed.wait()
     model.orders = load_orders(folder, model.config)

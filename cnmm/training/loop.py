@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cnmm import distributed, run_folder
 from cnmm._errors import Stopped, UserError
-from cnmm.data import DataSet, hold_out
+from cnmm.data import DataSet, divide
 from cnmm.evaluation.statistics import reestimated
 from cnmm.mixture import Mixture
 from cnmm.training.batches import Images, start_workers, steps_per_epoch
@@ -27,6 +27,7 @@ from cnmm.training.ladder_tuning import Ladder, start_ladder, tunes_ladder
 from cnmm.training.objective import batch_loss
 from cnmm.training.optim import Average, Optimizer, take_step
 from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result
+from cnmm.training.scene_batches import make_images, training_task
 from cnmm.training.stem import start_stem, stem_images
 from cnmm.training.teacher import teacher_answers
 
@@ -48,19 +49,19 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Mixture:
     """Trains a mixture into a run folder and returns it, in eval mode with its statistics for inference."""
-    kept, held_out = hold_out(data.train.labels, config.val, config.seed)
+    kept, held_out = divide(data, config.val, config.seed)
     steps = steps_per_epoch(config, len(kept))
     device = distributed.pick_device(config.device)
-    optimizer = Optimizer(model.to(device), config)
+    optimizer = Optimizer(model.to(device).train(), config)
     average = Average(model, config.average)
     checkpoints = Checkpoints(folder, model, optimizer, average.tensors, every_s=save_every_s)
     done = checkpoints.restore() if resume else 0
     meter = Meter(model, total=config.epochs * steps, done=done)
     start_log(folder, done)
-    model.train()
 
     with start_workers(data, config) as workers:
-        images = Images(data, config, device=device, workers=workers)
+        images = make_images(data, config, device=device, workers=workers)
+        task = training_task(model, data, kept, config)
         images.answers = teacher_answers(images, data, kept, folder)
         start_weights(model, average, images, data, kept, done=done)
         ladder: Ladder | None = None
@@ -71,7 +72,7 @@ def train(
                 step, part = batch.step, done / meter.total
                 if ladder is None and tunes_ladder(model, config, part):
                     ladder = start_ladder(model, images, data, kept, folder)
-                loss = batch_loss(model, batch, config, epoch=epoch, ladder=ladder)
+                loss = batch_loss(model, batch, config, epoch=epoch, ladder=ladder, task=task)
                 value, stop = agree(loss, should_stop())
                 check_finite(value, config, epoch, step)
                 take_step(model, optimizer, loss, config, part=part, norms=meter.gradients)

@@ -19,10 +19,12 @@ from cnmm.training.ladder_tuning import Ladder
 from cnmm.training.seeds import seeded
 
 
-def batch_loss(model: Mixture, batch: Batch, config: TrainConfig, *, epoch: int, ladder: Ladder | None) -> Tensor:
+def batch_loss(
+    model: Mixture, batch: Batch, config: TrainConfig, *, epoch: int, ladder: Ladder | None, task: Task
+) -> Tensor:
     """The loss of a step of the training."""
-    at = (epoch, batch.step)
-    return training_loss(model, batch.images, batch.labels, config, at=at, ladder=ladder, answers=batch.answers)
+    x, labels, at = batch.images, batch.labels, (epoch, batch.step)
+    return training_loss(model, x, labels, config, at=at, ladder=ladder, answers=batch.answers, task=task)
 
 
 def training_loss(
@@ -34,16 +36,17 @@ def training_loss(
     at: tuple[int, int],
     ladder: Ladder | None = None,
     answers: Tensor | None = None,
+    task: Task | None = None,
 ) -> Tensor:
     """Eq. (9), the weighted losses of all exits from one sample of the gates; with a ladder, also a point of it.
 
     The pass of the point normalises by its own batch, as a point with re-estimated statistics does, and leaves the full
-    mixture's running statistics alone. `answers`: a teacher's logits for the images.
+    mixture's running statistics alone. `answers`: a teacher's logits for the images; `task`: the model's unless told.
     """
     gates, group = draw_gates(model, config, at, len(x))
     logits = model.forward_exits(x, gates=gates, group=group)
     last, weights = max(logits), exit_weights(list(logits), config)
-    lesson = Lesson(task_of(model.config), config, labels, logits[last].detach(), answers)
+    lesson = Lesson(task or task_of(model.config), config, labels, logits[last].detach(), answers)
     total = torch.zeros((), device=x.device)
     for exit, score in logits.items():
         distilled = config.exit_distill if ladder and exit < last else 0.0

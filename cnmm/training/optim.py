@@ -17,6 +17,10 @@ from cnmm.training.ladder_tuning import tunes_ladder
 from cnmm.training.muon import Muon, edge_matrices
 
 ADAM_BETAS = (0.9, 0.99)
+CYCLE = 5
+"""Epochs of a cycle of the cyclic schedule."""
+MILESTONES = (30, 60, 90, 120, 150, 170, 190)
+"""Epochs at which its rates are halved."""
 _SLOTS = {"momentum_buffer": "momentum", "exp_avg": "momentum", "exp_avg_sq": "second", "step": "steps"}
 """State of torch's optimizers, and what it is called in checkpoints."""
 
@@ -143,14 +147,26 @@ def take_step(
 
 
 def learning_rate(config: TrainConfig, part: float, highest: float | None = None) -> float:
-    """A linear rise over the warm-up to the highest rate (`lr` unless told), then a line or half a cosine to zero."""
+    """A linear rise over the warm-up to the highest rate (`lr` unless told), then the schedule."""
     highest = config.lr if highest is None else highest
+    if config.schedule == "cyclic":
+        return cyclic_rate(highest, math.floor(part * config.epochs + 1e-6), lowest=config.cycle_lr == "lowest")
     if part < config.warmup:
         return highest * part / config.warmup
     fallen = (part - config.warmup) / (1 - config.warmup)
     if config.schedule == "linear":
         return highest * (1 - fallen)
     return highest * 0.5 * (1 + math.cos(math.pi * (part - config.warmup) / (1 - config.warmup)))
+
+
+def cyclic_rate(rate: float, epoch: int, *, lowest: bool) -> float:
+    """The rate of an epoch, counted from 0: five times, four times, ... the lowest, which is halved at milestones.
+
+    The first epoch has the lowest, as in the code of ESPNetv2. `rate`: the lowest of the first cycles, or the highest.
+    """
+    base = rate if lowest else rate / CYCLE
+    base *= 0.5 ** sum(epoch >= milestone for milestone in MILESTONES)
+    return base if epoch == 0 else base * (CYCLE - (epoch - 1) % CYCLE)
 
 
 @torch.no_grad()

@@ -15,7 +15,11 @@ from cnmm._errors import UserError
 from cnmm.training.config import TrainConfig
 
 _RECIPES: dict[str, Callable[[], TrainConfig]] = {}
-_VARIANTS: dict[str, dict[str, Any]] = {"quick": {"gate_init": "uniform"}, "long": {"gate_init": "uniform"}}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "quick": {"gate_init": "uniform"},
+    "long": {"gate_init": "uniform"},
+    "street": {"gate_init": "uniform"},
+}
 """Fields of a new model that a recipe was found with: gates at 1/2 give the old inputs of late maps next to nothing."""
 
 
@@ -103,3 +107,43 @@ def cifar10() -> TrainConfig:
 def cifar100() -> TrainConfig:
     """The paper's optimisation for CIFAR-100: the same as for CIFAR-10."""
     return dataclasses.replace(cifar10(), recipe="cifar100")
+
+
+@_register
+def street() -> TrainConfig:
+    """Scenes: `quick` for pixels, all exits and class weights; crops at first, whole images for the last part."""
+    return dataclasses.replace(
+        quick(),
+        recipe="street",
+        epochs=200,
+        batch_size=8,
+        lr=0.002,
+        matrix_lr=0.02,
+        label_smoothing=0.0,
+        average=0.998,
+        scene_crop=(240, 320),
+        final_crop=(360, 480),
+        final_epochs=50,
+        zoom=(0.75, 2.0),
+        colour=0.3,
+        class_weights="inverse_log",
+        flips="random",
+    )
+
+
+@_register
+def cityscapes() -> TrainConfig:
+    """The paper's, section 4.1: SGD with momentum, cyclic schedule, 200 epochs at 384x768, then ten at 512x1024."""
+    return TrainConfig(
+        recipe="cityscapes",
+        epochs=210,
+        batch_size=6,
+        lr=0.1,
+        schedule="cyclic",
+        statistics="raw",
+        scene_crop=(384, 768),
+        final_crop=(512, 1024),
+        final_epochs=10,
+        zoom=(0.75, 1.1),
+        val=300,
+    )

@@ -69,6 +69,8 @@ def teacher_answers(images: Images, data: DataSet, kept: np.ndarray, folder: Pat
 
 def open_teacher(name: str, data: DataSet, device: torch.device | str = "cpu") -> Ask:
     """What answers about images of a data set; a UserError says how a teacher does not fit them."""
+    if data.palette:
+        raise UserError(f"teacher {name!r}: it labels images, {data.spec} labels pixels; remove --teacher")
     if is_run(name):
         return _open_run(name, data, torch.device(device))
     if Path(name).suffix == ".onnx" and Path(name).is_file():

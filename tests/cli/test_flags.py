@@ -85,7 +85,8 @@ def test_help_shows_the_values_of_the_recipe(capsys):
 
 def test_unknown_recipes_and_values_are_refused(capsys):
     assert main(["train", "--data", "fashion", "--out", "x", "--recipe", "slow"]) == 2
-    assert capsys.readouterr().err == "cnmm: unknown recipe 'slow': must be one of quick, long, cifar10, cifar100\n"
+    known = "quick, long, cifar10, cifar100, street, cityscapes"
+    assert capsys.readouterr().err == f"cnmm: unknown recipe 'slow': must be one of {known}\n"
     assert main(["train", "--data", "fashion", "--out", "x", "--exits", "first"]) == 2
     assert "invalid choice 'first' for argument '--exits'" in capsys.readouterr().err
     assert main(["train", "--data", "fashion", "--out", "x", "--recipe", "--json"]) == 2

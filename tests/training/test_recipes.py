@@ -3,7 +3,9 @@ import dataclasses
 import pytest
 
 import cnmm
+from cnmm.training.optim import cyclic_rate, learning_rate
 from cnmm.training.recipes import list_recipes, recipe, recipe_variant
+from cnmm.training.scene_batches import crop_size
 
 
 def test_recipes_of_the_paper_are_the_papers():
@@ -13,7 +15,34 @@ def test_recipes_of_the_paper_are_the_papers():
         assert (config.momentum, config.nesterov, config.warmup, config.decay_all) == (0.9, False, 0.0, True)
         assert (config.gates, config.temperature, config.exit_weights) == ("relaxed", 2.0, "linear")
         assert (config.ladder_start, config.statistics) == (1.0, "raw")
-    assert list_recipes() == ["quick", "long", "cifar10", "cifar100"]
+    assert list_recipes() == ["quick", "long", "cifar10", "cifar100", "street", "cityscapes"]
+
+
+def test_the_recipe_for_cityscapes_is_the_papers():
+    config = recipe("cityscapes")
+    assert (config.optimizer, config.epochs, config.batch_size, config.lr) == ("sgd", 200 + 10, 6, 0.1)
+    assert (config.momentum, config.weight_decay, config.decay_all) == (0.9, 1e-4, True)
+    assert (config.gates, config.temperature, config.statistics) == ("relaxed", 2.0, "raw")
+    assert (config.scene_crop, config.zoom, config.flip) == ((384, 768), (0.75, 1.1), True)
+    assert [crop_size(config, epoch) for epoch in (0, 199, 200, 209)] == [(384, 768)] * 2 + [(512, 1024)] * 2
+
+
+def test_the_cyclic_schedule_is_that_of_the_code_that_the_paper_cites():
+    """lr(0) = eta; then eta * (5 - ((e - 1) mod 5)), constant within an epoch, and eta is halved at milestones."""
+    config = recipe("cityscapes")
+    assert [cyclic_rate(0.1, epoch, lowest=True) for epoch in range(8)] == pytest.approx(
+        [0.1, 0.5, 0.4, 0.3, 0.2, 0.1, 0.5, 0.4]
+    )
+    for epoch in range(210):
+        eta = 0.1
+        for milestone in (30, 60, 90, 120, 150, 170, 190):
+            eta = eta / 2 if epoch >= milestone else eta
+        expected = eta if epoch == 0 else eta * (5 - ((epoch - 1) % 5))
+        for step in (0, 100, 494):
+            rate = learning_rate(config, (epoch * 495 + step) / (210 * 495))
+            assert rate == pytest.approx(expected), (epoch, step)
+    highest = recipe("cityscapes", cycle_lr="highest")
+    assert [learning_rate(highest, epoch / 210) for epoch in (0, 1, 5, 31)] == pytest.approx([0.02, 0.1, 0.02, 0.05])
 
 
 @pytest.mark.parametrize(
@@ -34,6 +63,10 @@ def test_recipes_of_the_paper_are_the_papers():
         ({"statistics": "raw", "average": 0.9}, "average=0.9 with statistics='raw'"),
         ({"workers": -1}, "workers=-1: must be a whole number, 0, or None"),
         ({"workers": 1.5}, "workers=1.5: must be"),
+        ({"zoom": (2.0, 1.0)}, r"zoom=\(2.0, 1.0\): must be two positive numbers, the smaller first"),
+        ({"scene_crop": (0, 5)}, r"scene_crop=\(0, 5\): must be two whole numbers"),
+        ({"final_epochs": 15}, "final_epochs=15: must be 0 to epochs=14"),
+        ({"class_weights": "rare"}, "class_weights='rare': must be one of equal, inverse_log"),
         ({"learning_rate": 1}, "unknown training option 'learning_rate'"),
     ],
 )
