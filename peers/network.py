@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import tempfile
@@ -51,23 +52,18 @@ class ExitCost:
 
 
 def exit_costs(network: Peer, size: tuple[int, int], in_chans: int = 3) -> list[ExitCost]:
-    """Macs of every exit for one image, counted while it runs: multiply-adds of convolutions and linear layers."""
-    x = next(network.parameters()).new_zeros(1, in_chans, *size)
+    """Macs of every exit for one image, counted on the way: multiply-adds of convolutions and linear layers."""
+    shapes = copy.deepcopy(network).to("meta").eval()  # tensors without values
     reached, passed = [], []  # macs in all before a classifier, and after it
-    was_training = network.training
-    network.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
 
         def note(*_: object) -> None:
             reached.append(counter.get_total_flops() // 2)
 
-        heads = network.classifiers if network.nested else nn.ModuleList()
-        hooks = [head.register_forward_pre_hook(note) for head in heads]
-        for _ in network.exits(x):
+        for classifier in shapes.classifiers if shapes.nested else ():
+            classifier.register_forward_pre_hook(note)
+        for _ in shapes.exits(torch.zeros(1, in_chans, *size, device="meta")):
             passed.append(counter.get_total_flops() // 2)
-    for hook in hooks:
-        hook.remove()
-    network.train(was_training)
     stages = [after - before for before, after in itertools.pairwise([0, *passed])]
     if not network.nested:
         return [ExitCost(macs, macs) for macs in stages]

@@ -1,4 +1,4 @@
-"""The peers by name; `python -m peers.zoo` prints them with their cost on CIFAR-10.
+"""The peers by name; `python -m peers.zoo` prints them with their cost.
 
 `msdnet_even10` and `msdnet_lin5` are the paper's for CIFAR. The other two are `msdnet_lin5` at a quarter of the macs,
 3 to 13 M as `cnmm_b4s3` has them: by a stride in front, as `cnmm_b4s3` does it, or by half of the channels.
@@ -11,6 +11,7 @@ from functools import partial
 
 from cnmm._errors import UserError
 from cnmm.data import DataSet
+from peers.espnetv2 import ESPNetv2
 from peers.msdnet import MSDNet, MSDNetConfig
 from peers.network import Peer, exit_costs, num_params
 from peers.plain import Plain
@@ -32,15 +33,22 @@ PEERS: dict[str, Callable[..., Peer]] = {
 }
 
 
+SEGMENTATION: dict[str, Callable[..., Peer]] = {
+    f"espnetv2_s{scale:g}": partial(ESPNetv2, scale) for scale in (0.5, 1.0, 1.5, 2.0)
+}
+"""Those that label pixels."""
+
+
 def table() -> str:
-    """Every peer with the macs of its exits and its parameters, ten classes of 32x32 images."""
+    """Every peer with the macs of its exits and its parameters: ten classes of 32x32 images, or eleven of 360x480."""
     lines = ["| peer | macs of its exits (M) | all exits one after another (M) | params (M) |", "|---|---|---|---|"]
-    for name, make in PEERS.items():
-        network = make(num_classes=10)
-        costs = exit_costs(network, (32, 32))
-        exits = " / ".join(f"{cost.macs / 1e6:.1f}" for cost in costs)
-        in_all = f"{sum(cost.stage for cost in costs) / 1e6:.1f}" if network.nested else ""
-        lines.append(f"| `{name}` | {exits} | {in_all} | {num_params(network) / 1e6:.2f} |")
+    for peers, classes, size in ((PEERS, 10, (32, 32)), (SEGMENTATION, 11, (360, 480))):
+        for name, make in peers.items():
+            network = make(num_classes=classes)
+            costs = exit_costs(network, size)
+            exits = " / ".join(f"{cost.macs / 1e6:.1f}" for cost in costs)
+            in_all = f"{sum(cost.stage for cost in costs) / 1e6:.1f}" if network.nested else ""
+            lines.append(f"| `{name}` | {exits} | {in_all} | {num_params(network) / 1e6:.2f} |")
     return "\n".join(lines) + "\n"
 
 
