@@ -1,7 +1,8 @@
 """Files: written in one step, JSON with its format version, safetensors. Nothing here unpickles.
 
 Files and folders are written aside, synced and renamed: what is there is complete. What a killed process has left aside
-is swept away by the next one that writes to the same place.
+is swept away by the next one that writes to the same place. What is read may come from anywhere: only regular files are
+read, so that nothing hangs or never ends, and their size is checked before.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from cnmm import _fields
 from cnmm._errors import INSTALL_TRAIN, UserError
 from cnmm._lock import abandoned, hold
 
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 _ASIDE = ".aside"
 """How the names of files and folders end that are not complete yet; they are hidden as well."""
+MOST_JSON, MOST_HEADER = 2**26, 2**26
+"""Bytes of a JSON file, and of the header of a safetensors file."""
+_DEEPEST = 20
+"""Objects and lists inside each other."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -140,11 +147,92 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_atomically(path, (json.dumps({"format_version": FORMAT_VERSION, **data}, indent=2) + "\n").encode())
 
 
+def open_regular(path: Path, most: int) -> BinaryIO:
+    """Opens a file for reading, if it is a regular one of at most so many bytes: no pipe, no device, no folder.
+
+    What is wrong is said without the path: `inside` adds it.
+    """
+    _check_regular(os.stat(path), most)
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _check_regular(os.fstat(handle), most)  # it may have become another
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _check_regular(about: os.stat_result, most: int) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise UserError("must be a regular file, not a folder, a pipe or a device")
+    if about.st_size > most:
+        raise UserError(f"{about.st_size:,} bytes: must be at most {most:,}")
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """All bytes of a regular file, if there are at most so many."""
+    with open_regular(path, most) as file:
+        data = file.read(most + 1)
+    if len(data) > most:  # it has grown
+        raise UserError(f"more bytes than {most:,}")
+    return data
+
+
+def read_json(path: Path, *, fix: str = "") -> dict[str, Any]:
+    """The object in a JSON file of this format version; a missing file is a FileNotFoundError or NotADirectoryError.
+
+    `fix`: what to do about a file that is no such thing.
+    """
+    with inside(path, fix):
+        try:
+            data = read_regular(path, MOST_JSON)
+        except (FileNotFoundError, NotADirectoryError, UserError):
+            raise
+        except (OSError, ValueError) as error:  # a ValueError: the path has a null character
+            raise UserError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        found = parse_json(data)
+        if not isinstance(found, dict):
+            raise UserError(f"must be an object, not {_fields.shown(found)}")
+        check_version(found)
+        return found
+
+
+def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
+    """What JSON holds, if it is well-formed, not nested too deeply and, if need be, without NaN and infinities."""
+    try:
+        found = json.loads(data, parse_constant=_refuse_constant if finite else None)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cannot be read as JSON: {error}") from None
+    level: list[Any] = [[found]]
+    depth = -1
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise UserError(f"cannot be read as JSON: nested more than {_DEEPEST} deep")
+        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no finite number")
+
+
+@contextmanager
+def inside(path: str | Path, fix: str = "") -> Iterator[None]:
+    """What is wrong with the content of a file is said with its path, and with what to do about it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}" + (f"; {fix}" if fix else "")) from None
+
+
 def check_version(data: Mapping[str, Any]) -> None:
     """Refuses what another version of cnmm wrote in another format."""
-    if data.get("format_version") != FORMAT_VERSION:
+    found = data.get("format_version")
+    if not (_fields.is_whole(found) and found == FORMAT_VERSION):
         raise UserError(
-            f"format_version={data.get('format_version')!r}, this version of cnmm reads {FORMAT_VERSION}; "
+            f"format_version={_fields.shown(found)}, this version of cnmm reads {FORMAT_VERSION}; "
             "upgrade with: pip install -U cnmm"
         )
 
@@ -159,13 +247,22 @@ def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 def read_tensors(path: Path, framework: str, only: str | None = None) -> dict[str, Any]:
     """The tensors of a safetensors file, for torch ("pt") or numpy ("np")."""
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
     except ModuleNotFoundError:
         raise UserError(f"{path}: reading it needs safetensors; install it with: {INSTALL_TRAIN}") from None
     try:
+        _check_header(path)
         with safe_open(path, framework=framework) as file:
             return {name: file.get_tensor(name) for name in file.keys() if only in (None, name)}  # noqa: SIM118
     except FileNotFoundError:
         raise UserError(f"{path.parent}: not a run folder ({path.name} is missing)") from None
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # safetensors raises classes of its own, and what torch and numpy raise
         raise UserError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+def _check_header(path: Path) -> None:
+    """Its first eight bytes say how long the header is, which is read before anything else is checked."""
+    with open_regular(path, 2**50) as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MOST_HEADER:
+        raise UserError(f"a header of {size:,} bytes, must be at most {MOST_HEADER:,}")

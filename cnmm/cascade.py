@@ -84,7 +84,7 @@ class Cascade:
         """Checks every field; `where` is the path of `data` in its file."""
         exits = tuple(_fields.get(data, "exits", _fields.list_of(_fields.POSITIVE, least=1), where))
         if list(exits) != sorted(set(exits)):
-            raise UserError(f"{where}exits is {list(exits)}; they must ascend")
+            raise UserError(f"{where}exits={_fields.shown(list(exits))}: must ascend")
         rows = _fields.get(data, "thresholds", _fields.list_of(_fields.OBJECT, least=1), where)
         table = tuple(_read_threshold(row, len(exits), f"{where}thresholds[{n}].") for n, row in enumerate(rows))
         averages = [row.average_macs for row in table]

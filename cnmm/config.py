@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.palette import default_palette
 
@@ -18,15 +19,25 @@ Gates = Literal["expectation", "relaxed", "hard"]
 """How a pass gets its gates: the learned probabilities, or one relaxed or hard sample of them."""
 Device = Literal["auto", "cpu", "cuda"]
 """Where tensors live; auto: on the GPU if there is one."""
+MOST_MAPS = 256
+"""Blocks times scales."""
 
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "task": ("classification", "segmentation"),
-    "stem_stride": (1, 2, 4),
-    "exits": ("all", "last"),
-    "mixing": ("gates", "sum"),
-    "gate_init": ("half", "uniform"),
+_SIZE = _fields.list_of(_fields.whole(1, 2**14), 2)
+CHECKS: dict[str, _fields.Check] = {
+    "name": _fields.TEXT,
+    "task": _fields.one_of(*get_args(Task)),
+    "blocks": _fields.whole(1, 64),
+    "scales": _fields.whole(1, 8),
+    "channels": _fields.whole(1, 4096),
+    "num_classes": _fields.whole(1, 100_000),
+    "in_chans": _fields.whole(1, 1024),
+    "input_size": _SIZE,
+    "stem_stride": _fields.one_of(1, 2, 4),
+    "exits": _fields.one_of(*get_args(Exits)),
+    "mixing": _fields.one_of(*get_args(Mixing)),
+    "gate_init": _fields.one_of(*get_args(GateInit)),
 }
-
+"""What the fields of a `MixtureConfig` may be, wherever they come from."""
 
 VARIANT = ("blocks", "scales", "channels", "stem_stride", "exits", "mixing", "gate_init")
 """Fields of a model that a training may choose: the paper's variants. The data decides the others."""
@@ -61,18 +72,14 @@ class MixtureConfig:
     """"half": every gate starts at 1/2; "uniform": at 1/k, so that every input of a map starts with equal weight."""
 
     def __post_init__(self) -> None:
+        _fields.settle(self, CHECKS)
         object.__setattr__(self, "input_size", tuple(self.input_size))  # JSON has no tuples
-        for field, allowed in _CHOICES.items():
-            value = getattr(self, field)
-            if value not in allowed:
-                raise UserError(f"{field}={value!r}: must be one of {', '.join(repr(a) for a in allowed)}")
-        for field in ("blocks", "scales", "channels", "num_classes", "in_chans"):
-            value = getattr(self, field)
-            if not is_count(value):
-                raise UserError(f"{field}={value!r}: must be a whole number of at least 1")
         if self.channels % 4:
             near = max(4, round(self.channels / 4) * 4)
             raise UserError(f"channels={self.channels}: must be a multiple of 4, for example channels={near}")
+        if self.blocks * self.scales > MOST_MAPS:
+            maps = self.blocks * self.scales
+            raise UserError(f"blocks={self.blocks}, scales={self.scales}: {maps} maps, must be at most {MOST_MAPS}")
         check_input_size(self, self.input_size)
 
     @property
@@ -89,12 +96,10 @@ class MixtureConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise UserError(f"unknown field {unknown[0]!r} in the model's config; known: {', '.join(sorted(known))}")
-        return cls(**data)
+    def from_dict(cls, data: Mapping[str, Any], where: str = "") -> Self:
+        """From JSON; `where` is its path there."""
+        _fields.refuse_unknown(data, CHECKS, where)
+        return _fields.read(cls, data, CHECKS, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,23 @@ class Preprocessing:
     """Height and width."""
     palette: tuple[tuple[int, int, int], ...] = ()
     """Of a model that labels pixels: red, green and blue of each class, from 0 to 255."""
+
+    def __post_init__(self) -> None:
+        _fields.settle(self, _PREPROCESSING)
+        for name in _PREPROCESSING:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "palette", tuple(map(tuple, self.palette)))
+        if len(self.mean) != len(self.std):
+            raise UserError(f"mean has {len(self.mean)} values and std {len(self.std)}: must be one per channel")
+
+    def check_fits(self, config: MixtureConfig) -> None:
+        """Refuses what is not about the images of such a model."""
+        if len(self.classes) != config.num_classes:
+            raise UserError(f"classes has {len(self.classes)} names: must be {config.num_classes}, as the model has")
+        if len(self.palette) not in (0, config.num_classes):
+            raise UserError(f"palette has {len(self.palette)} colours: must be {config.num_classes}, as the model has")
+        if self.channels != config.in_chans:
+            raise UserError(f"mean and std have {self.channels} values: must be {config.in_chans}, one per channel")
 
     @classmethod
     def plain(cls, config: MixtureConfig) -> Self:
@@ -137,15 +159,18 @@ class Preprocessing:
         return {**about, "palette": self.palette} if self.palette else about
 
 
-def is_count(value: object) -> bool:
-    """A whole number of at least 1, and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+_PREPROCESSING: dict[str, _fields.Check] = {
+    "classes": _fields.list_of(_fields.TEXT, least=1),
+    "mean": _fields.list_of(_fields.NUMBER, least=1),
+    "std": _fields.list_of(_fields.number(above=0), least=1),
+    "size": _SIZE,
+    "palette": _fields.list_of(_fields.COLOUR),
+}
 
 
 def check_input_size(config: MixtureConfig, size: Sequence[int]) -> None:
     """Refuses images so small that a scale would have nothing left to halve."""
-    if len(size) != 2 or not all(is_count(side) for side in size):
-        raise UserError(f"input_size={size!r}: must be two whole numbers (height, width) of at least 1")
+    size = _fields.checked(size, "input_size", _SIZE)
     least = config.stem_stride * 2 ** (config.scales - 1)
     if min(size) < least:
         raise UserError(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Self, get_args
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import FORMAT_VERSION, check_version, checksum, write_json
+from cnmm._files import FORMAT_VERSION, check_version, checksum, inside, read_json, write_json
 from cnmm.budget import Budget, parse_budget, prefix_of
 from cnmm.cascade import Cascade
 from cnmm.lattice import Rule
@@ -85,9 +85,9 @@ class Frontier:
     def __post_init__(self) -> None:
         if not self.points:
             raise UserError("a frontier needs at least one measured point")
-        names = [point.name for point in self.points]
-        for name in names:
-            if names.count(name) > 1:
+        names = Counter(point.name for point in self.points)
+        for name, times in names.items():
+            if times > 1:
                 raise UserError(f"point {name!r} occurs twice; every point may occur once")
         metrics = {point.metric for point in self.points}
         if len(metrics) > 1:
@@ -195,14 +195,16 @@ class Frontier:
     def from_dict(cls, data: object) -> Self:
         """Checks every field; fields of later versions are ignored."""
         if not isinstance(data, Mapping):
-            raise UserError("it must be an object with 'model', 'full_macs' and 'points'")
+            raise UserError("must be an object with 'model', 'full_macs' and 'points'")
         check_version(data)
         points = _fields.get(data, "points", _fields.list_of(_fields.OBJECT, least=1))
         cascade = _fields.get(data, "cascade", _fields.or_null(_fields.OBJECT))
         return cls(
             model=_fields.get(data, "model", _fields.TEXT),
             full_macs=_fields.get(data, "full_macs", _fields.POSITIVE),
-            points=tuple(_read_point(entry, f"points[{number}].") for number, entry in enumerate(points)),
+            points=tuple(
+                _fields.read(FrontierPoint, entry, _CHECKS, f"points[{number}].") for number, entry in enumerate(points)
+            ),
             cascade=None if cascade is None else Cascade.from_dict(cascade),
             checksums=_fields.get(data, "checksums", _CHECKSUMS) or {},
         )
@@ -224,11 +226,11 @@ class Frontier:
     def load(cls, path: str | Path) -> Self:
         """Reads a JSON file: frontier.json of a run folder, or ladder.json."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
-        except FileNotFoundError:
+            data = read_json(Path(path))
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path}: no such file; make it with: cnmm frontier RUN") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path}: cannot be read as a frontier: {error}") from None
+        with inside(path):
+            return cls.from_dict(data)
 
 
 def load_frontier(folder: str | Path) -> Frontier:
@@ -308,12 +310,3 @@ def _are_checksums(value: object) -> bool:
 
 
 _CHECKSUMS: _fields.Check = (_are_checksums, "an object of checksums by plain file name")
-
-
-def _read_point(entry: Mapping[str, Any], where: str) -> FrontierPoint:
-    fields = {
-        each.name: _fields.get(entry, each.name, _CHECKS[each.name], where)
-        for each in dataclasses.fields(FrontierPoint)
-        if each.name in entry or each.default is dataclasses.MISSING
-    }
-    return FrontierPoint(**fields)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import write_atomically, write_json
+from cnmm._files import inside, read_json, read_regular, write_atomically, write_json
+from cnmm._onnx import MOST_ONNX, check_self_contained
 from cnmm.cascade import Cascade
 from cnmm.config import Preprocessing
 from cnmm.frontier import LADDER_FILE, Frontier
@@ -50,13 +50,16 @@ class NetworkFile:
         return cls(path=path, sha256=hashlib.sha256(data).hexdigest(), **tensors)
 
     def read(self) -> bytes:
-        """The file's bytes, if they are those that the manifest names."""
-        try:
-            data = self.path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({error.strerror}); export the ladder again") from None
-        if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise UserError(f"{self.path}: its sha256 differs from the one in {LADDER_FILE}; export the ladder again")
+        """The file's bytes, if they are those that the manifest names, and name no other files."""
+        with inside(self.path, fix="export the ladder again"):
+            try:
+                check_beside(self.path)
+                data = read_regular(self.path, MOST_ONNX)
+            except OSError as error:
+                raise UserError(f"cannot be read ({error.strerror})") from None
+            if hashlib.sha256(data).hexdigest() != self.sha256:
+                raise UserError(f"its sha256 differs from the one in {LADDER_FILE}")
+            check_self_contained(data)
         return data
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,18 +117,22 @@ def read_ladder(folder: str | Path) -> Ladder:
     """Reads and checks the manifest of a ladder folder; the ONNX files are read later."""
     folder = resolve(folder, ladder=True)
     path = folder / LADDER_FILE
+    with inside(path):
+        check_beside(path)
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{folder}: not a ladder folder ({LADDER_FILE} missing); make one with: cnmm export RUN --ladder 8 -o DIR"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    try:
+    with inside(path):
         return _read_manifest(folder, data)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+
+
+def check_beside(path: Path) -> None:
+    """Refuses a link that leaves the folder that it is in: what a ladder names lies in it."""
+    if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+        raise UserError("is a link to a file outside of the folder; put the file itself there")
 
 
 def _read_manifest(folder: Path, data: Any) -> Ladder:
@@ -149,19 +156,15 @@ def _read_manifest(folder: Path, data: Any) -> Ladder:
 
 def _read_preprocessing(data: Mapping[str, Any], task: str) -> Preprocessing:
     size = _fields.get(data, "input", _fields.OBJECT)
-    height, width, channels = (
-        _fields.get(size, name, _fields.POSITIVE, "input.") for name in ("height", "width", "channels")
-    )
-    mean, std = (
-        tuple(_fields.get(size, name, _fields.list_of(_fields.NUMBER, channels), "input.")) for name in ("mean", "std")
-    )
+    height, width = (_fields.get(size, name, _SIDE, "input.") for name in ("height", "width"))
+    channels = _fields.get(size, "channels", _fields.whole(1, 1024), "input.")
+    per_channel = _fields.list_of(_fields.NUMBER, channels)
+    mean, std = (_fields.get(size, name, per_channel, "input.") for name in ("mean", "std"))
     classes = _fields.get(data, "classes", _fields.list_of(_fields.TEXT, least=1))
     palette: Any = ()
     if task == "segmentation":
-        palette = _fields.get(size, "palette", _fields.list_of(_COLOUR, len(classes)), "input.")
-    return Preprocessing(
-        classes=tuple(classes), mean=mean, std=std, size=(height, width), palette=tuple(map(tuple, palette))
-    )
+        palette = _fields.get(size, "palette", _fields.list_of(_fields.COLOUR, len(classes)), "input.")
+    return Preprocessing(classes=classes, mean=mean, std=std, size=(height, width), palette=palette)
 
 
 def _read_stages(folder: Path, cascade: Mapping[str, Any], num: int, answer: str) -> tuple[NetworkFile, ...]:
@@ -185,16 +188,24 @@ def _read_file(folder: Path, entry: Mapping[str, Any], where: str) -> NetworkFil
     names = _fields.list_of(_fields.TEXT, least=1)
     return NetworkFile(
         path=folder / _fields.get(entry, "file", _PLAIN_NAME, where),
-        sha256=_fields.get(entry, "sha256", _fields.TEXT, where),
+        sha256=_fields.get(entry, "sha256", _SHA256, where),
         inputs=tuple(_fields.get(entry, "inputs", names, where)),
         outputs=tuple(_fields.get(entry, "outputs", names, where)),
     )
+
+
+_SIDE = _fields.whole(1, 2**14)
+_SHA256: _fields.Check = (
+    lambda value: isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef"),
+    "64 hexadecimal digits",
+)
 
 
 def _is_plain_name(value: object) -> bool:
     """Not a path of any system: no folders, no drives, nothing hidden."""
     return (
         isinstance(value, str)
+        and len(value) <= 255
         and value.isprintable()
         and value.endswith(".onnx")
         and not value.startswith(".")
@@ -202,5 +213,4 @@ def _is_plain_name(value: object) -> bool:
     )
 
 
-_COLOUR = _fields.list_of((lambda value: value in range(256), "a whole number from 0 to 255"), 3)
 _PLAIN_NAME: _fields.Check = (_is_plain_name, "the plain name of an .onnx file in the same folder")

@@ -22,7 +22,7 @@ from cnmm import blocks, fused
 from cnmm._errors import UserError
 from cnmm.chain import Chain, break_all_sticks, initial_logits
 from cnmm.config import Gates, MixtureConfig, Preprocessing, check_input_size
-from cnmm.cost import classifier_sizes
+from cnmm.cost import CostTable, classifier_sizes
 from cnmm.lattice import Edge, Lattice, OperatingPoint, Orders, build_lattice, channels, map_sizes, reached_exits
 from cnmm.prune import check_classifier
 
@@ -30,6 +30,10 @@ Part = Literal["kept", "pooled", "whole"]
 Parts = dict[Part, Tensor | blocks.Read]
 """What others read of a node: its shared part with its moments, at the map's own resolution ("kept") or at half of it
 ("pooled"), and "whole", what the output of a classifier reads of the map itself."""
+
+
+MOST_PARAMS = 2**30
+"""Of a mixture: 4 GiB."""
 
 
 class Output(NamedTuple):
@@ -75,6 +79,7 @@ class Mixture(nn.Module):
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
+        check_affordable(config)
         self.config = config
         self.preprocessing: Preprocessing | None = None
         self.orders: Orders | None = None
@@ -422,3 +427,11 @@ def _per_image(values_G: Tensor, like: Tensor) -> Tensor:
     """One factor per group of images, shaped to multiply `like` [N, ...]."""
     factors = values_G.repeat_interleave(like.shape[0] // values_G.shape[0])
     return factors.view(-1, *[1] * (like.dim() - 1)).to(like.dtype)
+
+
+def check_affordable(config: MixtureConfig) -> None:
+    """Refuses a mixture that would not fit into memory, before any of it is taken."""
+    params = CostTable.of(config).exit().params
+    if params > MOST_PARAMS:
+        shape = f"blocks={config.blocks}, scales={config.scales}, channels={config.channels}"
+        raise UserError(f"{shape}: {params:,} params, must be at most {MOST_PARAMS:,}; use fewer channels or scales")

@@ -6,14 +6,13 @@ is data that belongs to the run. The points of a frontier that carry the letter 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import check_version, write_json
+from cnmm._files import inside, read_json, write_json
 from cnmm.config import MixtureConfig
 from cnmm.lattice import Orders, build_lattice
 from cnmm.prune import follow_cuts
@@ -29,22 +28,16 @@ def save_orders(folder: str | Path, orders: Orders) -> None:
 
 def load_orders(folder: str | Path, config: MixtureConfig) -> Orders | None:
     """The orders of a run, if some were measured. Every field is checked, and that they are orders of this model."""
-    path = Path(folder) / ORDERS_FILE
+    path, fix = Path(folder) / ORDERS_FILE, f"remove it, and measure again: cnmm frontier {folder}"
     try:
-        return _read(json.loads(path.read_text("utf-8")), config)
+        data = read_json(path, fix=fix)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        words = " ".join(str(error).split())
-        raise UserError(
-            f"{path}: cannot be read as cutting orders: {words}; remove it, and measure again: cnmm frontier {folder}"
-        ) from None
+    with inside(path, fix):
+        return _read(data, config)
 
 
-def _read(data: Any, config: MixtureConfig) -> Orders:
-    if not isinstance(data, Mapping):
-        raise UserError("it must be an object with 'rule' and 'orders'")
-    check_version(data)
+def _read(data: Mapping[str, Any], config: MixtureConfig) -> Orders:
     _fields.get(data, "rule", _fields.one_of("damage"))
     orders: dict[int, tuple[tuple[int, int], ...]] = {}
     for number, entry in enumerate(_fields.get(data, "orders", _fields.list_of(_fields.OBJECT))):

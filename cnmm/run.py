@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from cnmm._errors import UserError
-from cnmm._files import scratch_folder, write_atomically, written_aside
+from cnmm._files import inside, scratch_folder, write_atomically, written_aside
 from cnmm.budget import Budget, parse_budget
 from cnmm.config import Device, Preprocessing
 from cnmm.cost import CostTable
@@ -42,7 +42,7 @@ from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 from cnmm.pretrained import resolve
 from cnmm.prune import named_point
-from cnmm.run_folder import is_run, load, load_preprocessing, read_config
+from cnmm.run_folder import CONFIG_FILE, is_run, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
 from cnmm.run_measuring import measure_frontier, read_frontier
 from cnmm.runtime.latency import p95
@@ -119,7 +119,10 @@ class Run:
     @cached_property
     def config(self) -> TrainConfig:
         """How it was trained; of a run that was not trained here, what `quick` would do."""
-        return TrainConfig(**self.about["train"]) if "train" in self.about else recipe("quick")
+        if "train" not in self.about:
+            return recipe("quick")
+        with inside(self.folder / CONFIG_FILE):
+            return TrainConfig.from_dict(self.about["train"], "train.")
 
     @cached_property
     def preprocessing(self) -> Preprocessing:
@@ -380,7 +383,7 @@ class Run:
             examples = self._examples()
         except (OSError, UserError) as error:
             logger.warning("no examples in the report: %s", " ".join(str(error).split()))
-        name = self.about.get("data", {}).get("name", "no data named")
+        name = self.about.get("data", {}).get("name") or "no data named"
         page = report_page(self.model, frontier, data=name, latency=self.latency(), examples=examples)
         write_atomically(path, page.encode())
         return path

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import FORMAT_VERSION, check_version, read_tensors, to_bytes, write_atomically, write_json
+from cnmm._files import (
+    FORMAT_VERSION,
+    inside,
+    parse_json,
+    read_json,
+    read_regular,
+    read_tensors,
+    to_bytes,
+    write_atomically,
+    write_json,
+)
 from cnmm.config import MixtureConfig, Preprocessing
+from cnmm.cost import CostTable
 from cnmm.lattice import build_lattice
 from cnmm.orders import load_orders
 from cnmm.plan import Plan, require_torch
@@ -23,6 +35,24 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
+_MOST_LOG = 2**30
+_NOT_THE_SAME = "the two files are not of the same model"
+
+_SECTIONS: dict[str, _fields.Check] = {
+    "model": _fields.OBJECT,
+    "train": _fields.OBJECT,
+    "data": _fields.OBJECT,
+    "slim": _fields.OBJECT,
+    "init": _fields.PATH,
+}
+"""Of config.json: the model, and what else is there; more may be beside them."""
+_DATA: dict[str, _fields.Check] = {
+    "classes": _fields.list_of(_fields.TEXT, least=1),
+    "mean": _fields.list_of(_fields.NUMBER, least=1),
+    "std": _fields.list_of(_fields.NUMBER, least=1),
+    "palette": _fields.list_of(_fields.COLOUR),
+}
+_NAMED: dict[str, _fields.Check] = {"name": _fields.or_null(_fields.TEXT), "spec": _fields.or_null(_fields.PATH)}
 
 
 def is_run(path: str | Path) -> bool:
@@ -79,50 +109,73 @@ def append_log(folder: Path, line: Mapping[str, Any]) -> None:
 
 def cut_log(folder: Path, step: int) -> None:
     """Drops the lines of log.jsonl that are newer than the checkpoint that training goes on from."""
+    if (folder / LOG_FILE).exists():
+        kept = [text + b"\n" for text, line in _log_lines(folder) if line["step"] <= step]
+        write_atomically(folder / LOG_FILE, b"".join(kept))
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """The lines of log.jsonl, each an object with the number of steps; none without a log."""
+    return [line for _, line in _log_lines(Path(folder))]
+
+
+def _log_lines(folder: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line as it stands there and what it says; a last line that was not finished does not count."""
     path = folder / LOG_FILE
-    if path.exists():
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        write_atomically(path, "".join(kept).encode())
+    try:
+        with inside(path):
+            lines = read_regular(path, _MOST_LOG).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return
+    for number, text in enumerate(lines, start=1):
+        with inside(f"{path}, line {number}", fix="remove this line"):
+            line = parse_json(text, finite=False)
+            _fields.checked(line, "line", _fields.OBJECT)
+            _fields.get(line, "step", _fields.COUNT)
+        yield text, line
 
 
 def load(folder: str | Path) -> Mixture:
     """The mixture of a run folder, in eval mode; or that of a trained model by name, such as `cnmm_b6s3.cifar10`."""
     folder = resolve(folder)
-    config = load_config(folder)
-    model: Mixture = require_torch().Mixture(config)
+    config, path = load_config(folder), Path(folder) / WEIGHTS_FILE
     state = _read_weights(folder, "pt")
-    expected = model.state_dict()
-    for name in sorted(expected.keys() | state.keys()):
-        if name not in state or name not in expected or state[name].shape != expected[name].shape:
-            found = tuple(state[name].shape) if name in state else "nothing"
-            wanted = tuple(expected[name].shape) if name in expected else "nothing"
-            raise UserError(
-                f"{Path(folder) / WEIGHTS_FILE}: {name!r} is {found} but {CONFIG_FILE} needs {wanted}; "
-                "the two files are not of the same model"
-            )
+    with inside(path):
+        _check_weights(state, config)
+        model: Mixture = require_torch().Mixture(config)
+        expected = model.state_dict()
+        for name in sorted(expected.keys() | state.keys()):
+            if name not in state or name not in expected or state[name].shape != expected[name].shape:
+                found = tuple(state[name].shape) if name in state else "nothing"
+                wanted = tuple(expected[name].shape) if name in expected else "nothing"
+                raise UserError(f"{name!r} is {found} but {CONFIG_FILE} needs {wanted}; {_NOT_THE_SAME}")
     model.load_state_dict(state)
     model.preprocessing = load_preprocessing(folder)
     model.orders = load_orders(folder, config)
     return model.eval()
 
 
+def _check_weights(state: Mapping[str, Any], config: MixtureConfig) -> None:
+    """Before anything of their size is made: are there enough of them, and are they numbers?"""
+    needed, found = CostTable.of(config).exit().params, sum(tensor.numel() for tensor in state.values())
+    if found < needed:
+        raise UserError(f"{found:,} values, but {CONFIG_FILE} needs {needed:,} and more; {_NOT_THE_SAME}")
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"{name!r} has values that are not finite; train again")
+
+
 def load_preprocessing(folder: str | Path) -> Preprocessing | None:
     """Classes, mean and standard deviation of the images that a run was trained on; None if it does not say."""
-    about = read_config(folder)
-    data = about.get("data")
+    path, data, config = Path(folder) / CONFIG_FILE, read_config(folder).get("data"), load_config(folder)
     if data is None:
         return None
-    try:
-        return Preprocessing(
-            classes=tuple(map(str, data["classes"])),
-            mean=tuple(map(float, data["mean"])),
-            std=tuple(map(float, data["std"])),
-            size=load_config(folder).input_size,
-            palette=tuple((int(red), int(green), int(blue)) for red, green, blue in data.get("palette", ())),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{Path(folder) / CONFIG_FILE}: data: {error!r}; classes, mean and std must be there") from None
+    with inside(path):
+        listed = _fields.get_all({"palette": (), **data}, _DATA, "data.")
+        about = Preprocessing(**listed, size=config.input_size)
+        with inside("data"):
+            about.check_fits(config)
+    return about
 
 
 def load_plan(folder: str | Path) -> Plan:
@@ -132,10 +185,10 @@ def load_plan(folder: str | Path) -> Plan:
     if config.mixing == "sum":
         return Plan(config)
     logits = _read_weights(folder, "np", only="gate_logits").get("gate_logits")
-    needed = len(build_lattice(config).edges)
-    if logits is None or logits.shape != (needed,):
-        raise UserError(f"{Path(folder) / WEIGHTS_FILE}: must have 'gate_logits' with {needed} values")
-    return Plan(config, tuple(float(value) for value in logits), load_orders(folder, config))
+    needed, logits = len(build_lattice(config).edges), _fields.plain(logits)
+    if not _fields.list_of(_fields.NUMBER, needed)[0](logits):
+        raise UserError(f"{Path(folder) / WEIGHTS_FILE}: must have 'gate_logits' with {needed} finite values")
+    return Plan(config, tuple(map(float, logits)), load_orders(folder, config))
 
 
 def load_config(folder: str | Path) -> MixtureConfig:
@@ -143,27 +196,20 @@ def load_config(folder: str | Path) -> MixtureConfig:
     data = read_config(folder)
     if "slim" in data:
         raise UserError(f"{folder}: a slim network, not a run folder; read it with cnmm.load_slim")
-    try:
-        return MixtureConfig.from_dict(data["model"])
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{Path(folder) / CONFIG_FILE}: {error}") from None
+    with inside(Path(folder) / CONFIG_FILE):
+        return MixtureConfig.from_dict(data["model"], "model.")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """All of a run folder's config.json: the model and, if it was trained, how and on what."""
     path = resolve(folder) / CONFIG_FILE
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+        data = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder}: not a run folder ({CONFIG_FILE} is missing){_names(folder)}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-        raise UserError(f"{path}: must be an object with the field 'model'")
-    try:
-        check_version(data)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    with inside(path):
+        _fields.get_all(data, {name: _SECTIONS[name] for name in _SECTIONS if name in data or name == "model"})
+        _fields.get_all(data.get("data", {}), _NAMED, "data.")
     return data
 
 

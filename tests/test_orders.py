@@ -57,13 +57,13 @@ def twice(text):
 @pytest.mark.parametrize(
     ("damaged", "message"),
     [
-        (lambda text: text[: len(text) // 2], "cannot be read as cutting orders"),
-        (lambda text: "[]", "it must be an object"),
+        (lambda text: text[: len(text) // 2], "cannot be read as JSON"),
+        (lambda text: "[]", "must be an object"),
         (lambda text: changed(text, format_version=2), "format_version=2, this version of cnmm reads 1"),
-        (lambda text: changed(text, rule="luck"), "rule is 'luck'"),
-        (lambda text: changed(text, orders=[{"exit": 7, "cuts": []}]), "orders[0].exit is 7"),
-        (lambda text: changed(text, orders=[{"exit": 1, "cuts": [[1]]}]), "orders[0].cuts is [[1]]"),
-        (lambda text: changed(text, orders=[{"exit": 1, "cuts": [[-1, 2]]}]), "orders[0].cuts is [[-1, 2]]"),
+        (lambda text: changed(text, rule="luck"), "rule='luck'"),
+        (lambda text: changed(text, orders=[{"exit": 7, "cuts": []}]), "orders[0].exit=7"),
+        (lambda text: changed(text, orders=[{"exit": 1, "cuts": [[1]]}]), "orders[0].cuts=[[1]]"),
+        (lambda text: changed(text, orders=[{"exit": 1, "cuts": [[-1, 2]]}]), "orders[0].cuts=[[-1, 2]]"),
         (lambda text: changed(text, orders=[]), "exit 1 has no order"),
         (without_a_cut, "cuts do not lead to a single network"),
         (twice, "cannot be cut there"),
@@ -80,7 +80,7 @@ def test_corrupt_orders_are_refused_in_one_line(run, tmp_path, damaged, message)
 
 def test_orders_of_another_model_are_refused(run):
     other = dataclasses.replace(run[1].config, blocks=4)
-    assert "cannot be read as cutting orders" in refused(load_orders, run[0], other)
+    assert "measure again: cnmm frontier" in refused(load_orders, run[0], other)
 
 
 def test_the_command_line_refuses_them_in_one_line(run, capsys, tmp_path):

@@ -7,7 +7,6 @@ turned away from its initialisation: 1 - cos^2 of the angle between them is the 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,13 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cnmm import _fields
 from cnmm._errors import UserError
+from cnmm._files import inside
 from cnmm.lattice import Rule
 from cnmm.mixture import Mixture
 from cnmm.plan import Plan
 from cnmm.prune import cutting_order
-from cnmm.run_folder import LOG_FILE, is_run, load, read_config
+from cnmm.run_folder import CONFIG_FILE, is_run, load, read_config, read_log
 
+_TRAIN: dict[str, _fields.Check] = {
+    "lr": _fields.NUMBER,
+    "weight_decay": _fields.NUMBER,
+    "momentum": _fields.number(0, below=1),
+    "seed": _fields.whole(0, 2**63 - 1),
+}
+"""What is read of how a run was trained."""
 INITIALISATION, NORMS = "initialisation", "norms"
 
 
@@ -88,12 +96,14 @@ def learning_report(source: str | Path | Mixture, seed: int = 0) -> Learning:
     if not is_run(source):
         raise UserError(f"{source}: not a run folder, and only what was trained has learned something")
     model, about = load(source), read_config(source)
-    init = about.get("init")
+    init, train = about.get("init"), about.get("train", {})
+    with inside(Path(source) / CONFIG_FILE):
+        _fields.get_all(train, {name: _TRAIN[name] for name in _TRAIN if name in train}, "train.")
     if init is None:
-        initial: Mixture | None = initial_model(model, int(about.get("train", {}).get("seed", seed)))
+        initial: Mixture | None = initial_model(model, train.get("seed", seed))
     else:
         initial = load(init) if is_run(init) else None
-    return _report(model, initial, about.get("train", {}), _last_line(Path(source)))
+    return _report(model, initial, train, next(reversed(read_log(source)), None))
 
 
 def initial_model(model: Mixture, seed: int) -> Mixture:
@@ -129,8 +139,13 @@ def _report(
         gates_mean=sum(moved) / len(moved),
         gates_max=max(moved),
         orders=orders,
-        gradients=line.get("gradients") if line else None,
+        gradients=_gradients(line) if line else None,
     )
+
+
+def _gradients(line: Mapping[str, Any]) -> dict[str, float] | None:
+    found = _fields.get(line, "gradients", _fields.or_null(_fields.OBJECT))
+    return found and {name: norm for name, norm in found.items() if _fields.is_number(norm)}
 
 
 class _Matrix(NamedTuple):
@@ -174,7 +189,8 @@ def _left_by_decay(train: Mapping[str, Any], line: Mapping[str, Any] | None) -> 
     """What weight decay alone leaves of a norm: SGD's rate is half of the highest on average."""
     if line is None or train.get("optimizer", "sgd") != "sgd":
         raise UserError("its initialisation is gone, and norms tell what was learned only of a run trained by SGD")
-    decay = line["step"] * train["lr"] / 2 * train["weight_decay"] / (1 - train["momentum"])
+    lr, weight_decay, momentum = (_fields.get(train, name, _TRAIN[name], "train.") for name in _TRAIN if name != "seed")
+    decay = line["step"] * lr / 2 * weight_decay / (1 - momentum)
     return math.exp(-decay)
 
 
@@ -184,13 +200,3 @@ def _norm(matrix: Tensor) -> float:
 
 def _cosine(a: Tensor, b: Tensor) -> float:
     return float((a.double() * b.double()).sum() / (_norm(a.double()) * _norm(b.double())))
-
-
-def _last_line(folder: Path) -> dict[str, Any] | None:
-    """The last line of a run's log."""
-    try:
-        lines = (folder / LOG_FILE).read_text("utf-8").splitlines()
-        found: dict[str, Any] = json.loads(lines[-1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return found

@@ -61,6 +61,7 @@ def preprocessing_of(model: Mixture | SlimNetwork, given: Preprocessing | None =
             "this model does not know its classes, mean and standard deviation; load a trained run with cnmm.load, "
             "or set model.preprocessing, for example to cnmm.Preprocessing.plain(model.config)"
         )
+    about.check_fits(model.config)
     return about
 
 

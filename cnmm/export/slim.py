@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cnmm import blocks, fused
+from cnmm import _fields, blocks, fused
 from cnmm._errors import UserError
-from cnmm._files import read_tensors, to_bytes, write_atomically, write_json
+from cnmm._files import inside, read_tensors, to_bytes, write_atomically, write_json
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.cost import Cost, CostTable
 from cnmm.export import graph
@@ -34,7 +34,7 @@ from cnmm.export.ingredients import (
     SharedPart,
     Stem,
 )
-from cnmm.lattice import Edge, OperatingPoint
+from cnmm.lattice import Edge, OperatingPoint, Rule, build_lattice
 from cnmm.mixture import Mixture
 from cnmm.prune import named_point
 from cnmm.run_folder import CONFIG_FILE, WEIGHTS_FILE, read_config
@@ -164,15 +164,13 @@ def save_slim(network: SlimNetwork, folder: str | Path, **about: Any) -> None:
 def load_slim(folder: str | Path) -> SlimNetwork:
     """The slim network of a folder, in eval mode."""
     about = read_config(folder)
-    try:
-        config = MixtureConfig.from_dict(about["model"])
-        found = about["slim"]["point"]
-        edges = frozenset((int(i), int(j)) for i, j in found["edges"])
-        names = {field: found[field] for field in ("name", "rule", "cuts")}
-        point = OperatingPoint(exit=int(found["exit"]), edges=edges, **names)
-        several = len(about["slim"]["exits"]) > 1
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{Path(folder) / CONFIG_FILE}: not a slim network ({error!r})") from None
+    if "slim" not in about:
+        raise UserError(f"{folder}: not a slim network; make one with: cnmm slim RUN -o DIR")
+    with inside(Path(folder) / CONFIG_FILE):
+        config = MixtureConfig.from_dict(about["model"], "model.")
+        slim = _fields.get(about, "slim", _fields.OBJECT)
+        point = _read_point(_fields.get(slim, "point", _fields.OBJECT, "slim."), config)
+        several = len(_fields.get(slim, "exits", _fields.list_of(_fields.POSITIVE, least=1), "slim.")) > 1
     made = (graph.cascade_graph if several else graph.point_graph)(config, point)
     tensors = read_tensors(Path(folder) / WEIGHTS_FILE, "pt")
     needed = {name for step in made.steps for name in step.tensors}
@@ -180,6 +178,21 @@ def load_slim(folder: str | Path) -> SlimNetwork:
         odd = sorted(needed ^ tensors.keys())[0]
         raise UserError(f"{Path(folder) / WEIGHTS_FILE}: {odd!r} does not fit {CONFIG_FILE}; they are of two networks")
     return SlimNetwork(made, tensors).eval()
+
+
+def _read_point(data: Mapping[str, Any], config: MixtureConfig) -> OperatingPoint:
+    where = "slim.point."
+    exit = _fields.get(data, "exit", _fields.one_of(*config.exit_numbers), where)
+    pairs = _fields.get(data, "edges", _fields.list_of(_fields.list_of(_fields.COUNT, 2), least=1), where)
+    edges, lattice = frozenset((i, j) for i, j in pairs), build_lattice(config)
+    if not edges <= lattice.exit_edges(exit) or lattice.exit_edges(exit, edges) != edges:
+        raise UserError(f"{where}edges: must be edges of the model that lead from the image to exit {exit}")
+    checks = {
+        "name": _fields.TEXT,
+        "rule": _fields.or_null(_fields.one_of(*get_args(Rule))),
+        "cuts": _fields.or_null(_fields.COUNT),
+    }
+    return OperatingPoint(exit=exit, edges=edges, **_fields.get_all(data, checks, where))
 
 
 @torch.no_grad()

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import FORMAT_VERSION, write_json
+from cnmm._files import inside, read_json, write_json
 from cnmm._machine import Machine, machine
 from cnmm.ladder import is_ladder, read_ladder
 
@@ -117,17 +117,14 @@ def store(folder: str | Path, measurement: Measurement) -> None:
 
 def read(folder: str | Path) -> tuple[Measurement, ...]:
     """All measurements of a folder, whatever machine they are from; none if there is no latency.json."""
-    path = Path(folder) / LATENCY_FILE
+    path, fix = Path(folder) / LATENCY_FILE, f"remove it and run: cnmm bench {folder}"
     try:
-        data = json.loads(path.read_text("utf-8"))
-        if data["format_version"] != FORMAT_VERSION:
-            raise UserError(f"format_version={data['format_version']!r}, must be {FORMAT_VERSION}")
-        return tuple(_read_measurement(entry) for entry in data["measurements"])
-    except FileNotFoundError:
+        data = read_json(path, fix=fix)
+    except (FileNotFoundError, NotADirectoryError):
         return ()
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{path}: cannot be read: {problem}; remove it and run: cnmm bench {folder}") from None
+    with inside(path, fix):
+        entries = _fields.get(data, "measurements", _fields.list_of(_fields.OBJECT))
+        return tuple(_read_measurement(entry, f"measurements[{n}].") for n, entry in enumerate(entries))
 
 
 def p95(
@@ -180,19 +177,30 @@ def measured_p95(folder: str | Path, *, needed: bool = False) -> dict[str, float
         return {}
 
 
-def _read_measurement(entry: dict[str, Any]) -> Measurement:
-    known = {field.name for field in dataclasses.fields(Measurement)} - {"machine", "points", "stages"}
-    fields = {name: entry[name] for name in sorted(known)}
-    place = Machine(cpu=str(entry["machine"]["cpu"]), cores=int(entry["machine"]["cores"]))
-    points = tuple(_read_timing(row) for row in entry["points"])
-    stages = tuple(_read_timing(row) for row in entry.get("stages", ()))
-    return Measurement(machine=place, points=points, stages=stages, **fields)
+_MS = _fields.number(0, 1e9)
+_TIMING: dict[str, _fields.Check] = {
+    "point": _fields.TEXT,
+    "macs": _fields.COUNT,
+    "median_ms": _MS,
+    "p95_ms": _MS,
+    "n": _fields.POSITIVE,
+}
+_MEASUREMENT: dict[str, _fields.Check] = {
+    "machine": _fields.OBJECT,
+    "runtime": _fields.TEXT,
+    "runtime_version": _fields.TEXT,
+    "precision": _fields.TEXT,
+    "threads": _fields.POSITIVE,
+    "batch": _fields.POSITIVE,
+    "points": _fields.list_of(_fields.OBJECT),
+    "stages": _fields.list_of(_fields.OBJECT),
+}
 
 
-def _read_timing(row: dict[str, Any]) -> Timing:
-    timing = Timing(**{field.name: row[field.name] for field in dataclasses.fields(Timing)})
-    values: tuple[Any, ...] = (timing.median_ms, timing.p95_ms)
-    for value in values:
-        if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-            raise UserError(f"{value!r} is not a time in milliseconds")
-    return timing
+def _read_measurement(entry: Mapping[str, Any], where: str) -> Measurement:
+    found = _fields.get_all({"stages": (), **entry}, _MEASUREMENT, where)
+    place = _fields.get_all(found["machine"], {"cpu": _fields.TEXT, "cores": _fields.POSITIVE}, f"{where}machine.")
+    for name in ("points", "stages"):
+        rows = enumerate(found[name])
+        found[name] = tuple(_fields.read(Timing, row, _TIMING, f"{where}{name}[{number}].") for number, row in rows)
+    return Measurement(**{**found, "machine": Machine(cpu=place["cpu"], cores=place["cores"])})

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cnmm._errors import UserError
+from cnmm._onnx import BYTES, INTEGER, fields
+
 BLOCK = 16
 """Channels of a block, at most; on some machines it is 8."""
 TO_BLOCKS, TO_PLAIN = "ReorderInput", "ReorderOutput"
@@ -32,7 +35,7 @@ def without_conversions(files: Sequence[bytes], plain: Iterable[str]) -> list[by
     """
     try:
         return [_without_conversions(data, frozenset(plain)) for data in files]
-    except (IndexError, UnicodeDecodeError) as error:
+    except (UserError, IndexError, UnicodeDecodeError) as error:
         raise NotBlocked("not an ONNX file") from error
 
 
@@ -139,21 +142,10 @@ class _Node:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    place = 0
-    while place < len(data):
-        key, place = _read_integer(data, place)
-        kind = key & 7
-        if kind == 0:
-            value, place = _read_integer(data, place)
-            yield key >> 3, value
-            continue
-        if kind != 2:
-            raise NotBlocked(f"a field of wire type {kind}")
-        size, place = _read_integer(data, place)
-        if place + size > len(data):
-            raise NotBlocked("a file that is cut short")
-        yield key >> 3, data[place : place + size]
-        place += size
+    for number, kind, value in fields(data):
+        if kind not in (INTEGER, BYTES):
+            raise NotBlocked(f"a field of kind {kind}")
+        yield number, value
 
 
 def _message(fields: Iterable[tuple[int, bytes | int]]) -> bytes:
@@ -164,17 +156,6 @@ def _message(fields: Iterable[tuple[int, bytes | int]]) -> bytes:
         else:
             parts += [_write_integer(number << 3 | 2), _write_integer(len(value)), value]
     return b"".join(parts)
-
-
-def _read_integer(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[place]
-        place += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, place
 
 
 def _write_integer(value: int) -> bytes:

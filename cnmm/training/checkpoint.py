@@ -6,7 +6,6 @@ and two are kept.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from cnmm import distributed
+from cnmm import _fields, distributed
 from cnmm._errors import UserError
-from cnmm._files import read_tensors, to_bytes, write_atomically, write_json, written_aside
+from cnmm._files import inside, read_json, read_tensors, to_bytes, write_atomically, write_json, written_aside
 from cnmm.run_folder import CHECKPOINTS
 
 STATE_FILE = "state.safetensors"
@@ -64,7 +63,7 @@ def save_state(folder: Path, model: nn.Module, optimizer: State, average: Mappin
     """Writes a checkpoint after `step` steps and removes all but the two newest."""
     parent = folder / CHECKPOINTS
     parent.mkdir(exist_ok=True)
-    final = parent / f"step-{step:08d}"
+    final = parent / _name(step)
     if final.exists():
         return
     with written_aside(final) as aside:
@@ -79,9 +78,9 @@ def restore(folder: Path, model: nn.Module, optimizer: State, average: Mapping[s
     problems = []
     for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
         try:
-            step = int(json.loads((path / "state.json").read_text("utf-8"))["step"])
+            step = _read_step(path)
             state = read_tensors(path / STATE_FILE, "pt")
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, UserError) as error:
             problems.append(f"{path}: {error}")
             continue
         targets = _state(model, optimizer, average)
@@ -94,6 +93,21 @@ def restore(folder: Path, model: nn.Module, optimizer: State, average: Mapping[s
     if problems:
         raise UserError(f"no checkpoint can be read: {'; '.join(problems)}")
     return 0
+
+
+def _read_step(path: Path) -> int:
+    """After how many steps a checkpoint was written: its name and its state.json say the same."""
+    file = path / "state.json"
+    data = read_json(file)
+    with inside(file):
+        step: int = _fields.get(data, "step", _fields.COUNT)
+        if path.name != _name(step):
+            raise UserError(f"step={step}: must be that of the folder's name, {path.name}")
+    return step
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _state(model: nn.Module, optimizer: State, average: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
+from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm.config import Device, Gates, is_count
+from cnmm.config import Device, Gates
 
 ExitWeights = Literal["linear", "equal"]
 OptimizerName = Literal["sgd", "muon"]
@@ -124,60 +126,86 @@ class TrainConfig:
     """Processes that decode image files ahead of the training; 0: none. The result is the same."""
 
     def __post_init__(self) -> None:
-        for field, allowed in {
-            "gates": get_args(Gates),
-            "exit_weights": get_args(ExitWeights),
-            "schedule": get_args(Schedule),
-            "cycle_lr": get_args(CycleLr),
-            "class_weights": get_args(ClassWeights),
-            "optimizer": get_args(OptimizerName),
-            "stem_init": get_args(StemInit),
-            "ladder_rule": get_args(LadderRule),
-            "padding": get_args(Padding),
-            "flips": get_args(Flips),
-            "precision": get_args(Precision),
-            "statistics": get_args(Statistics),
-            "device": get_args(Device),
-        }.items():
-            if getattr(self, field) not in allowed:
-                raise UserError(f"{field}={getattr(self, field)!r}: must be one of {', '.join(allowed)}")
-        for field in ("epochs", "batch_size"):
-            if not is_count(getattr(self, field)):
-                raise UserError(f"{field}={getattr(self, field)!r}: must be a whole number of at least 1")
-        if self.batch_size < 2:
-            raise UserError("batch_size=1: must be at least 2, for batch statistics")
-        for field in ("lr", "matrix_lr", "shift_lr", "temperature", "teacher_temperature"):
-            if not getattr(self, field) > 0:
-                raise UserError(f"{field}={getattr(self, field)!r}: must be positive")
-        shares = ("warmup", "momentum", "label_smoothing", "ladder_start", "ladder_labels", "exit_distill")
-        for field in (*shares, "teacher_weight", "average", "colour"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise UserError(f"{field}={getattr(self, field)!r}: must be between 0 and 1")
-        for field in ("val", "crop", "weight_decay", "ladder_weight", "clip", "seed"):
-            if not getattr(self, field) >= 0:
-                raise UserError(f"{field}={getattr(self, field)!r}: must not be negative")
+        _fields.settle(self, CHECKS)
         self._check_scenes()
         if self.average and self.statistics == "raw":
             raise UserError(
                 f"average={self.average} with statistics='raw': running averages are not those of averaged parameters; "
                 "use statistics='re-estimated'"
             )
-        if not (self.workers is None or self.workers == 0 or is_count(self.workers)):
-            raise UserError(f"workers={self.workers!r}: must be a whole number, 0, or None (as many as suit)")
 
     def _check_scenes(self) -> None:
         for field in ("scene_crop", "final_crop", "zoom"):  # JSON has no tuples
             value = getattr(self, field)
             object.__setattr__(self, field, value if value is None else tuple(value))
-        for field in ("scene_crop", "final_crop"):
-            size = getattr(self, field)
-            if size is not None and not (len(size) == 2 and all(map(is_count, size))):
-                raise UserError(f"{field}={size!r}: must be two whole numbers (height, width) of at least 1")
-        if not 0 < self.zoom[0] <= self.zoom[1]:
+        if self.zoom[0] > self.zoom[1]:
             raise UserError(f"zoom={self.zoom!r}: must be two positive numbers, the smaller first")
-        if not 0 <= self.final_epochs <= self.epochs:
+        if self.final_epochs > self.epochs:
             raise UserError(f"final_epochs={self.final_epochs!r}: must be 0 to epochs={self.epochs}")
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json records. Not where it runs: a training may go on with another device or other workers."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("device", "workers")}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "") -> Self:
+        """From JSON; `where` is its path there. What an earlier version did not know has its default."""
+        _fields.refuse_unknown(data, CHECKS, where)
+        return _fields.read(cls, data, CHECKS, where)
+
+
+_POSITIVE = _fields.number(above=0, most=1e6)
+_WEIGHT = _fields.number(0, 1e6)
+_PART = _fields.number(0, below=1)
+_SIZE = _fields.list_of(_fields.whole(1, 2**14), 2)
+MOST_WORKERS = 256
+CHECKS: dict[str, _fields.Check] = {
+    "recipe": _fields.TEXT,
+    "epochs": _fields.whole(1, 10**6),
+    "batch_size": _fields.whole(2, 10**6),  # batch statistics need two images
+    "lr": _POSITIVE,
+    "warmup": _PART,
+    "schedule": _fields.one_of(*get_args(Schedule)),
+    "cycle_lr": _fields.one_of(*get_args(CycleLr)),
+    "optimizer": _fields.one_of(*get_args(OptimizerName)),
+    "matrix_lr": _POSITIVE,
+    "shift_lr": _POSITIVE,
+    "freeze_out": _fields.TRUTH,
+    "momentum": _PART,
+    "nesterov": _fields.TRUTH,
+    "weight_decay": _WEIGHT,
+    "decay_all": _fields.TRUTH,
+    "stem_init": _fields.one_of(*get_args(StemInit)),
+    "gates": _fields.one_of(*get_args(Gates)),
+    "group": _fields.or_null(_fields.whole(1, 10**6)),
+    "temperature": _POSITIVE,
+    "exit_weights": _fields.one_of(*get_args(ExitWeights)),
+    "label_smoothing": _fields.SHARE,
+    "ladder_start": _fields.SHARE,
+    "ladder_weight": _WEIGHT,
+    "ladder_rule": _fields.one_of(*get_args(LadderRule)),
+    "ladder_labels": _fields.SHARE,
+    "exit_distill": _fields.SHARE,
+    "teacher": _fields.or_null(_fields.PATH),
+    "teacher_weight": _fields.SHARE,
+    "teacher_temperature": _POSITIVE,
+    "clip": _WEIGHT,
+    "average": _PART,
+    "statistics": _fields.one_of(*get_args(Statistics)),
+    "crop": _fields.whole(0, 256),
+    "padding": _fields.one_of(*get_args(Padding)),
+    "scene_crop": _SIZE,
+    "final_crop": _fields.or_null(_SIZE),
+    "final_epochs": _fields.whole(0, 10**6),
+    "zoom": _fields.list_of(_fields.number(above=0, most=100), 2),
+    "colour": _fields.SHARE,
+    "class_weights": _fields.one_of(*get_args(ClassWeights)),
+    "flip": _fields.TRUTH,
+    "flips": _fields.one_of(*get_args(Flips)),
+    "val": _fields.whole(0, 10**9),
+    "seed": _fields.whole(0, 2**63 - 1),
+    "precision": _fields.one_of(*get_args(Precision)),
+    "device": _fields.one_of(*get_args(Device)),
+    "workers": _fields.or_null(_fields.whole(0, MOST_WORKERS)),
+}
+"""What the fields of a `TrainConfig` may be, wherever they come from."""

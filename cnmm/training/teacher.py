@@ -13,9 +13,8 @@ is told from the graph where it can be:
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cnmm import distributed
+from cnmm import _fields, distributed
 from cnmm._errors import UserError
-from cnmm._files import read_tensors, to_bytes, write_atomically
+from cnmm._files import inside, parse_json, read_regular, read_tensors, to_bytes, write_atomically
+from cnmm._onnx import MOST_ONNX, check_self_contained
 from cnmm.data import DataSet
 from cnmm.data.dataset import Images as Pixels
 from cnmm.run_folder import is_run, load
@@ -125,7 +125,7 @@ def _open_file(path: Path, data: DataSet) -> Ask:
     if answers.ndim != 2:
         raise UserError(f"{path}: its first output must be [N, classes]; it has {answers.ndim} dimensions")
     about = session.get_modelmeta()
-    names = json.loads(about.custom_metadata_map["classes"]) if about.producer_name == "cnmm" else None
+    names = _named_classes(path, about.custom_metadata_map) if about.producer_name == "cnmm" else None
     _check_classes(str(path), names, answers.shape[1], data)
     probable = bool((answers >= 0).all() and np.allclose(answers.sum(1), 1, atol=1e-3))
 
@@ -136,13 +136,25 @@ def _open_file(path: Path, data: DataSet) -> Ask:
     return ask
 
 
+def _named_classes(path: Path, metadata: Mapping[str, str]) -> list[str]:
+    """As our own files name them."""
+    with inside(path):
+        classes = parse_json(metadata.get("classes", "null"))
+        found: list[str] = _fields.checked(classes, "metadata classes", _fields.list_of(_fields.TEXT, least=1))
+        return found
+
+
 def _session(path: Path) -> Any:
     import onnxruntime
+
+    with inside(path):
+        data = read_regular(path, MOST_ONNX)
+        check_self_contained(data)
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     try:
-        return onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has many kinds of its own
         raise UserError(f"{path}: cannot be opened as ONNX: {' '.join(str(error).split())[:200]}") from None
 

@@ -525,11 +525,11 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path, name, part):
         (lambda m: m["cascade"]["thresholds"][0].update(confidence=None), "thresholds[0].confidence"),
         (
             lambda m: m["cascade"]["thresholds"][1].update(confidence=[0.5]),
-            "confidence is [0.5]; it must be a list of 2",
+            "confidence=[0.5]: must be a list of 2",
         ),
         (
             lambda m: m["cascade"]["thresholds"][1].update(exits=[1, 0]),
-            "exits is [1, 0]; it must be a list of 3",
+            "exits=[1, 0]: must be a list of 3",
         ),
         (lambda m: m["cascade"].pop("point"), "point"),
     ],

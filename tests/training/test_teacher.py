@@ -89,7 +89,7 @@ def test_teachers_that_do_not_fit_are_refused(trained_run, tmp_path):
     file = tmp_path / "a.onnx"
     assert "must be a run folder, or an ONNX file" in refused(open_teacher, str(tmp_path / "none.onnx"), data)
     file.write_bytes(b"no graph")
-    assert f"{file}: cannot be opened as ONNX" in refused(open_teacher, str(file), data)
+    assert f"{file}: not an ONNX file" in refused(open_teacher, str(file), data)
     onnx_file(file, ["N", 1, 28, 28], classes=7)
     assert f"teacher '{file}': it knows 7 classes, fashion has 10" in refused(open_teacher, str(file), data)
     onnx_file(file, ["N", 1, 14, 56])
