@@ -133,12 +133,12 @@ class Lateral(nn.Module):
 
     def __init__(self, c_in: int, c_out: int) -> None:
         super().__init__()
-        self.weigh = nn.Conv2d(c_in, c_out, 1, bias=False)
+        self.weigh = nn.Linear(c_in, c_out, bias=False)
         self.expand = Conv(c_in, c_out, 3, groups=math.gcd(c_in, c_out))
         self.norm = nn.Sequential(nn.BatchNorm2d(c_out), nn.PReLU(c_out))
 
     def forward(self, x: Tensor, coarser: Tensor) -> Tensor:
-        y = self.expand(x) * self.weigh(x.mean((2, 3), keepdim=True)).sigmoid()
+        y = self.expand(x) * self.weigh(x.mean((2, 3))).sigmoid()[:, :, None, None]
         out: Tensor = self.norm(y + upsample(coarser, y))
         return out
 
@@ -168,7 +168,7 @@ class ESPNetv2(Peer):
         self.pyramids.append(Pyramid(DECODER[-1], inner, num_classes, last=True))
         self.laterals = nn.ModuleList(Lateral(c_in, c_out) for c_in, c_out in zip(widths[2::-1], DECODER, strict=True))
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def exits(self, x: Tensor) -> Iterator[Tensor]:

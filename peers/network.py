@@ -7,10 +7,9 @@ import itertools
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ class Peer(nn.Module):
         *_, last = self.exits(x)
         return last
 
-    def start(self, images: Tensor) -> None:
+    def start(self, batches: Iterable[Tensor]) -> None:
         """What the weights take from prepared training images before the first step."""
 
 
@@ -105,10 +104,3 @@ def convolution(c_in: int, c_out: int, kernel: int = 3, *, stride: int = 1) -> n
     """Conv-BN-ReLU that keeps the size, but for the stride."""
     conv = nn.Conv2d(c_in, c_out, kernel, stride=stride, padding=kernel // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(c_out), nn.ReLU(inplace=True))
-
-
-def weight_matrices(network: nn.Module) -> list[nn.Parameter]:
-    """The weights of all convolutions that are no depthwise ones: a normalisation follows each of them."""
-    convolutions = (module for module in network.modules() if isinstance(module, nn.Conv2d) and module.groups == 1)
-    weights = (cast(nn.Parameter, module.weight) for module in convolutions)
-    return [weight for weight in weights if weight.requires_grad]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,6 @@ from cnmm.training.batches import use_bfloat16
 from cnmm.training.config import TrainConfig
 from cnmm.training.muon import Muon, Stack
 from cnmm.training.optim import ADAM_BETAS, learning_rate
-from peers.network import weight_matrices
 
 
 class PeerOptimizer:
@@ -18,7 +19,7 @@ class PeerOptimizer:
     def __init__(self, network: nn.Module, config: TrainConfig) -> None:
         self.network, self.config = network, config
         adam = config.optimizer == "muon"
-        stacks = [Stack(weight, (len(weight),)) for weight in weight_matrices(network)] if adam else []
+        stacks = weight_matrices(network) if adam else []
         self.muon = Muon(stacks, momentum=config.momentum, narrow=use_bfloat16(config.precision))
         taken = set(map(id, self.muon.parameters))
         self.others = [p for p in network.parameters() if p.requires_grad and id(p) not in taken]
@@ -54,6 +55,16 @@ class PeerOptimizer:
             slots = self.rest.state[parameter].items()
             state |= {f"{slot}.{names[id(parameter)]}": tensor for slot, tensor in slots}
         return state
+
+
+def weight_matrices(network: nn.Module) -> list[Stack]:
+    """Weights of convolutions without bias, which a normalisation follows, group by group; no depthwise ones."""
+    stacks = []
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and module.bias is None and module.in_channels > module.groups:
+            heights = (module.out_channels // module.groups,) * module.groups
+            stacks.append(Stack(cast(nn.Parameter, module.weight), heights))
+    return stacks
 
 
 def _groups(network: nn.Module, config: TrainConfig, parameters: list[nn.Parameter]) -> list[dict[str, object]]:

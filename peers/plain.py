@@ -6,7 +6,7 @@ convolution of a group is pooled by two; the maximum over the last map is classi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -51,8 +51,8 @@ class Plain(Peer):
         maps = self.groups(F.gelu(self.white(x)))
         yield self.head(maps.amax((2, 3))) * SCALE
 
-    def start(self, images: Tensor) -> None:
-        whiten(self.white, images)
+    def start(self, batches: Iterable[Tensor]) -> None:
+        whiten(self.white, torch.cat(list(batches)))
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """How peers are trained: each by a recipe of its own, or by ours as far as it fits. Values are `TrainConfig`s.
 
 What these mean for a network that is no mixture: `exit_distill` is the share of distillation from the last exit in the
-losses of the others after `ladder_start`, `optimizer="muon"` takes all convolutions but depthwise ones. Losses of exits
+losses of the others after `ladder_start`, `optimizer="muon"` takes all convolutions that a normalisation follows, but
+depthwise ones. Losses of exits
 are summed. Fields that only a mixture has are not used and not recorded.
 """
 
@@ -19,7 +20,8 @@ USED = (
     *("epochs", "batch_size", "lr", "warmup", "schedule", "optimizer", "matrix_lr", "shift_lr", "momentum", "nesterov"),
     *("weight_decay", "decay_all", "label_smoothing", "ladder_start", "exit_distill"),
     *("teacher", "teacher_weight", "teacher_temperature", "val", "seed", "precision"),
-    *("crop", "padding", "flip", "flips"),
+    *("average", "statistics", "crop", "padding", "flip", "flips"),
+    *("scene_crop", "final_crop", "final_epochs", "zoom", "colour", "class_weights"),
 )
 """The fields that a peer's training has."""
 
@@ -48,15 +50,44 @@ def plain(**fields: Any) -> TrainConfig:
 def steady(**fields: Any) -> TrainConfig:
     """MSDNet's own: SGD 0.1, decay 1e-4 on everything, batch 64, cosine, black borders."""
     own: dict[str, Any] = {"recipe": "own", "epochs": 300, "batch_size": 64, "lr": 0.1, "precision": "auto"}
-    return TrainConfig(**(own | fields))
+    return TrainConfig(**(own | {"statistics": "raw"} | fields))
+
+
+def street(**fields: Any) -> TrainConfig:
+    """Our recipe for scenes, as far as it fits."""
+    config = cnmm_recipe("street")
+    config = with_epochs(config, fields.get("epochs", config.epochs))
+    return dataclasses.replace(config, **fields)
+
+
+def espnet(**fields: Any) -> TrainConfig:
+    """ESPNetv2's own optimisation, SGD 0.009 with decay 4e-5 and a cosine, on the crops and zooms of ours."""
+    own: dict[str, Any] = {
+        "optimizer": "sgd",
+        "lr": 0.009,
+        "warmup": 0.0,
+        "schedule": "cosine",
+        "shift_lr": 1.0,
+        "weight_decay": 4e-5,
+        "decay_all": True,
+        "average": 0.0,
+        "statistics": "raw",
+    }
+    return street(**(own | fields))
+
+
+def with_epochs(config: TrainConfig, epochs: int) -> TrainConfig:
+    """As long as told; where crops grow, they do so for the last quarter."""
+    return dataclasses.replace(config, epochs=epochs, final_epochs=epochs // 4 if config.final_crop else 0)
 
 
 def peer_recipe(name: str, recipe: str = "own", **fields: Any) -> TrainConfig:
     """The training of a named peer."""
     if recipe not in RECIPES:
         raise UserError(f"recipe {recipe!r}: must be one of {', '.join(RECIPES)}")
-    own = steady if name.startswith("msdnet") else plain
-    config = own(**fields) if recipe == "own" else ours(**fields)
+    kind = name.partition("_")[0]
+    own, theirs = {"msdnet": (steady, ours), "espnetv2": (espnet, street)}.get(kind, (plain, ours))
+    config = (own if recipe == "own" else theirs)(**fields)
     return dataclasses.replace(config, recipe=recipe)
 
 

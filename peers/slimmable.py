@@ -6,8 +6,9 @@ statistics of its maps are its own. An exit is a width; all of them learn in eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -72,5 +73,5 @@ class Slimmable(Peer):
     def forward(self, x: Tensor) -> Tensor:
         return self.narrow(x, len(SHARES) - 1)
 
-    def start(self, images: Tensor) -> None:
-        whiten(self.white, images)
+    def start(self, batches: Iterable[Tensor]) -> None:
+        whiten(self.white, torch.cat(list(batches)))

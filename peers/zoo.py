@@ -54,9 +54,13 @@ def table() -> str:
 
 def create_peer(name: str, data: DataSet) -> Peer:
     """A new peer for the images and classes of a data set."""
-    if name not in PEERS:
-        raise UserError(f"unknown peer {name!r}: must be one of {', '.join(PEERS)}")
-    return PEERS[name](num_classes=len(data.classes), in_chans=data.in_chans)
+    if name not in (*PEERS, *SEGMENTATION):
+        raise UserError(f"unknown peer {name!r}: must be one of {', '.join([*PEERS, *SEGMENTATION])}")
+    if (name in SEGMENTATION) != bool(data.palette):
+        does, needs = ("pixels" if pixels else "images" for pixels in (name in SEGMENTATION, bool(data.palette)))
+        raise UserError(f"{name} labels {does}, {data.spec} labels {needs}; choose another peer")
+    make = SEGMENTATION[name] if data.palette else PEERS[name]
+    return make(num_classes=len(data.classes), in_chans=data.in_chans)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,14 @@ def make_images(data: DataSet, config: TrainConfig, **options: Any) -> Images:
 
 
 def training_task(model: Mixture, data: DataSet, kept: np.ndarray, config: TrainConfig) -> Task:
-    """The model's task with the class weights of its training: 1 / ln(1.10 + share of the pixels), as in ENet."""
+    """The model's task with the class weights of its training."""
+    weights = pixel_weights(data, kept, config)
+    return task_of(model.config) if weights is None else Segmentation(weights.to(model.stem.device))
+
+
+def pixel_weights(data: DataSet, kept: np.ndarray, config: TrainConfig) -> Tensor | None:
+    """What pixels of each class count: 1 / ln(1.10 + share of the pixels), as in ENet; None if all count the same."""
     if not data.palette or config.class_weights == "equal":
-        return task_of(model.config)
+        return None
     shares = class_shares(cast(SceneSplit, data.train), kept, len(data.classes))
-    return Segmentation(torch.from_numpy(1 / np.log(1.10 + shares)).float().to(model.stem.device))
+    return torch.from_numpy(1 / np.log(1.10 + shares)).float()

@@ -99,7 +99,7 @@ def test_a_level_of_the_encoder_joins_the_decoder():
     lateral, x, coarser = disturbed(Lateral(8, 12)), torch.randn(2, 8, 9, 10), torch.randn(2, 12, 5, 5)
     layers = Literal(lateral)
     with torch.no_grad():
-        weight = torch.sigmoid(F.conv2d(F.adaptive_avg_pool2d(x, 1), layers.state["weigh.weight"]))
+        weight = torch.sigmoid(F.conv2d(F.adaptive_avg_pool2d(x, 1), layers.state["weigh.weight"][..., None, None]))
         y = layers.cbr(x, "expand", groups=4) * weight + F.interpolate(coarser, (9, 10), mode="bilinear")
         wanted = F.prelu(layers.norm(y, "norm.0"), layers.state["norm.1.weight"])
         torch.testing.assert_close(lateral(x, coarser), wanted, rtol=1e-4, atol=1e-4)

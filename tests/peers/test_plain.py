@@ -56,7 +56,7 @@ def test_the_first_convolution_whitens_patches():
     torch.manual_seed(0)
     network = Plain((8, 8, 8), num_classes=2)
     images = F.avg_pool2d(torch.randn(50, 3, 20, 20), 3, 1) + torch.randn(50, 3, 1, 1)  # neighbours are alike
-    network.start(images)
+    network.start([images[:20], images[20:]])
     with torch.no_grad():
         y = network.white(images)
     rows = y[:, :12].permute(0, 2, 3, 1).reshape(-1, 12).double().numpy()

@@ -8,20 +8,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torchmetrics.classification import MulticlassJaccardIndex
 
 from cnmm.data import hold_out, open_data
+from cnmm.palette import VOID
 from cnmm.training import checkpoint
 from cnmm.training.teacher import open_teacher
-from peers import train as training
+from peers import train as finishing
+from peers import training
 from peers.msdnet import MSDNet, MSDNetConfig
-from peers.network import onnx_bytes
+from peers.network import exit_costs, onnx_bytes
 from peers.plain import Plain
 from peers.recipes import peer_recipe
 from peers.slimmable import Slimmable
-from peers.train import Training, main, train_peer
-from peers.zoo import PEERS
+from peers.train import main, train_peer
+from peers.training import Training
+from peers.zoo import PEERS, create_peer
 from tests.helpers import refused
 from tests.peers.helpers import disturbed
+from tests.scenes import scene, write_masks
 
 TINY_MSDNET = MSDNetConfig(blocks=2, base=1, step=1, scales=2, width=4, growth=2, stride=2, head=4)
 
@@ -43,7 +48,13 @@ def spec(fashion_folder):
 
 SHORT = {"epochs": 2, "batch_size": 50, "val": 100}
 KINDS = [("plain_tiny", "own"), ("plain_tiny", "ours"), ("msdnet_tiny", "own"), ("msdnet_tiny", "ours")]
-KINDS += [("slimmable_tiny", "own"), ("slimmable_tiny", "ours")]
+KINDS += [("slimmable_tiny", "ours"), ("espnetv2_s0.5", "own"), ("espnetv2_s0.5", "ours")]
+SCENES = {"epochs": 4, "batch_size": 4, "val": 4, "scene_crop": (32, 32), "final_crop": (48, 64)}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return f"masks:{write_masks(tmp_path_factory.mktemp('scenes'), num=12, num_test=3)}"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +68,7 @@ def folder(spec, tmp_path_factory):
 @pytest.fixture
 def no_onnx(monkeypatch):
     """Torch's exporter takes seconds; the fixture above has run it."""
-    monkeypatch.setattr(training, "onnx_bytes", lambda *arguments: b"")
+    monkeypatch.setattr(finishing, "onnx_bytes", lambda *arguments: b"")
 
 
 def weights(path):
@@ -65,8 +76,9 @@ def weights(path):
 
 
 @pytest.mark.parametrize(("name", "recipe"), KINDS)
-def test_a_training_goes_on_bit_by_bit(name, recipe, spec, tmp_path, no_onnx):
-    whole = train_peer(name, spec, tmp_path / "whole", recipe=recipe, **SHORT)
+def test_a_training_goes_on_bit_by_bit(name, recipe, spec, scenes, tmp_path, no_onnx):
+    data, short = (scenes, SCENES | {"epochs": 2}) if name.startswith("espnet") else (spec, SHORT)
+    whole = train_peer(name, data, tmp_path / "whole", recipe=recipe, **short)
     save = checkpoint.save_state
 
     def stop(*arguments):
@@ -76,14 +88,54 @@ def test_a_training_goes_on_bit_by_bit(name, recipe, spec, tmp_path, no_onnx):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "save_state", stop)
         with pytest.raises(KeyboardInterrupt):
-            train_peer(name, spec, tmp_path / "parts", recipe=recipe, **SHORT)
-    resumed = train_peer(name, spec, tmp_path / "parts", recipe=recipe, resume=True, **SHORT)
+            train_peer(name, data, tmp_path / "parts", recipe=recipe, **short)
+    resumed = train_peer(name, data, tmp_path / "parts", recipe=recipe, resume=True, **short)
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert resumed["exits"] == whole["exits"]
     first, second = ((tmp_path / part / "log.jsonl").read_text().splitlines() for part in ("whole", "parts"))
     assert [json.loads(line)["loss"] for line in first] == [json.loads(line)["loss"] for line in second]
+
+
+def test_scenes_are_measured_by_their_own_metric(scenes, tmp_path):
+    results = train_peer("espnetv2_s0.5", scenes, tmp_path / "a", recipe="ours", **SCENES | {"epochs": 1})
+    assert results["metric"] == "miou"
+    (row,) = results["exits"]
+    data = open_data(scenes)
+    network = create_peer("espnetv2_s0.5", data).eval()
+    network.load_state_dict(weights(tmp_path / "a"))
+    assert row["macs"] == exit_costs(network, (48, 64))[0].macs
+    oracle = MulticlassJaccardIndex(3, average="macro", ignore_index=VOID)
+    for n in range(3):
+        image, mask = scene(100 + n)
+        x = (torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255).sub(torch.tensor(data.mean)[:, None, None])
+        with torch.no_grad():
+            oracle.update(network(x / torch.tensor(data.std)[:, None, None]), torch.from_numpy(mask)[None].long())
+    assert row["test"]["n"] == 3
+    assert row["test"]["miou"] == pytest.approx(oracle.compute().item(), abs=1e-4)
+    assert not (tmp_path / "a" / "model.onnx").exists()  # pixels teach nobody
+
+
+def test_the_result_is_averaged_and_its_statistics_are_those_of_the_average(spec, tmp_path, no_onnx):
+    data = open_data(spec)
+    peer = Training("plain_tiny", data, peer_recipe("plain_tiny", **SHORT, average=0.5, precision="float32"), tmp_path)
+    peer.start()
+    wanted = {name: value.detach().clone() for name, value in peer.network.named_parameters()}
+    for batch in peer.images.training_batches(data.train, peer.kept, 0):
+        peer.step(batch, 0)
+        peer.average.update(peer.network)
+        wanted = {name: 0.5 * wanted[name] + 0.5 * value.detach() for name, value in peer.network.named_parameters()}
+    network = peer.finish()
+    for name, value in network.named_parameters():
+        torch.testing.assert_close(value.detach(), wanted[name])
+    maps = []
+    network.groups[0].a.register_forward_hook(lambda module, inputs, out: maps.append(F.max_pool2d(out, 2)))
+    with torch.no_grad():
+        for images in peer.images.statistics_batches(data.train, peer.kept):
+            network(images)
+    means = torch.stack([each.mean((0, 2, 3)) for each in maps]).mean(0)
+    torch.testing.assert_close(network.groups[0].na.running_mean, means, rtol=1e-4, atol=1e-5)
 
 
 def test_it_learns_from_what_a_mixture_learns_from(spec, tmp_path):
@@ -112,7 +164,6 @@ def test_results_say_what_was_done_and_found(folder, spec):
         assert row[split]["n"] == 100
         assert row[split]["accuracy"] == pytest.approx(right.mean())
         assert row[split]["low"] < row[split]["accuracy"] < row[split]["high"]
-    assert lines[-1]["quality"] == [row["validation"]["accuracy"]]
 
 
 @pytest.mark.parametrize("name", ["msdnet_tiny", "slimmable_tiny"])
@@ -148,23 +199,31 @@ def test_losses_of_all_exits_are_summed_and_the_last_exit_teaches_the_others(spe
 
 
 def test_minutes_tell_the_epochs_and_are_kept(spec, tmp_path, monkeypatch, no_onnx):
-    monkeypatch.setattr(Training, "step_s", lambda self: 6 / self.steps)  # ten epochs a minute
+    monkeypatch.setattr(Training, "epoch_s", lambda self: 6)
     short = {**SHORT, "epochs": 1}
     train_peer("plain_tiny", spec, tmp_path / "a", minutes=0.25, **short)
     assert len((tmp_path / "a" / "log.jsonl").read_text().splitlines()) == 2
-    monkeypatch.setattr(Training, "step_s", lambda self: 1e9)
+    monkeypatch.setattr(Training, "epoch_s", lambda self: 1e9)
     assert train_peer("plain_tiny", spec, tmp_path / "a", minutes=0.25, resume=True, **short)["train"]["epochs"] == 2
 
 
 def test_the_time_of_a_step_is_measured_on_a_copy(spec, tmp_path):
     peer = Training("plain_tiny", open_data(spec), peer_recipe("plain_tiny", **SHORT), tmp_path)
     before = {name: value.clone() for name, value in peer.network.state_dict().items()}
-    assert 0 < peer.step_s() < 10
+    assert 0 < peer.epoch_s() < 100
     assert all(torch.equal(before[name], value) for name, value in peer.network.state_dict().items())
 
 
+def test_where_crops_grow_both_kinds_of_epochs_are_timed(scenes, tmp_path, monkeypatch):
+    peer = Training("espnetv2_s0.5", open_data(scenes), peer_recipe("espnetv2_s0.5", "ours", **SCENES), tmp_path)
+    assert (peer.config.epochs, peer.config.final_epochs) == (4, 1)
+    monkeypatch.setattr(peer, "step_s", lambda epoch: {0: 2.0, 3: 6.0}[epoch])
+    assert peer.epoch_s() == peer.steps * 3.0
+
+
 def test_words_for_what_does_not_fit(folder, spec, tmp_path, capsys):
-    assert "a training is there; go on with --resume" in refused(train_peer, "plain_tiny", spec, folder)
+    assert "espnetv2_s1 labels pixels" in refused(train_peer, "espnetv2_s1", spec, tmp_path / "b", **SHORT)
+    assert "a training is there; use --resume" in refused(train_peer, "plain_tiny", spec, folder)
     assert "nothing is there; remove --resume" in refused(train_peer, "plain_tiny", spec, tmp_path / "b", resume=True)
     other = refused(train_peer, "plain_tiny", spec, folder, resume=True, seed=3, **SHORT)
     assert "holds another training; use the same options" in other
