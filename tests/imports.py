@@ -26,7 +26,7 @@ PAPER = {
     "draw",
     "run_folder",
 }
-VALUES = {"budget", "cascade", "frontier", "ladder"}
+VALUES = {"budget", "cascade", "frontier", "ladder", "pictures"}
 RUN = {"run", "run_images", "run_measuring", "run_training"}
 BELOW_EVALUATION = {"private", "paper", "values", "data"}
 MAY_IMPORT = {

@@ -104,7 +104,10 @@ VERBS = {
     "slim": ["Run", "Run.slim"],
     "export": ["Run", "Run.export", "Run.export_ladder"],
     "bench": ["bench"],
-    "predict": ["Session", "Session.predict", "runtime.session.predict_once", "Prediction.top"],
+    "predict": [
+        *("Session", "Session.predict", "runtime.session.predict_once", "Prediction.top"),
+        *("runtime.drawing.draw_labels", "runtime.drawing.compare_budgets"),
+    ],
     "report": ["Run", "Run.report"],
 }
 """What does the work of each verb, as a name inside cnmm."""

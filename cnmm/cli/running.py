@@ -25,12 +25,16 @@ Threads = Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: a
 
 @dataclass(frozen=True, kw_only=True)
 class Predict:
-    """Classify images at a budget, by confidence, or before a deadline."""
+    """Classify images, or label their pixels, at a budget, by confidence, or before a deadline."""
 
     source: Source
     """A ladder folder, a trained model such as fashion, or a run folder where torch is installed."""
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE...", help_behavior_hint="")]
-    """Image files of any size."""
+    """Image files of any size, or folders of them."""
+    out: Annotated[Path | None, arg(aliases=["-o"], metavar="DIR", help_behavior_hint="")] = None
+    """Segmentation: a folder to write, with NAME.png (classes as pixel values) and NAME_overlay.png of every image."""
+    budgets: Annotated[str | None, arg(metavar="B,B,...", help_behavior_hint="")] = None
+    """Segmentation: budgets such as 25%,50%,100% to compare; writes NAME_strip.png of every image to the folder."""
     budget: Annotated[str | None, arg(metavar="B", help_behavior_hint="(default: the best point)")] = None
     """60M (macs), 25ms (p95 measured here), 40% (of the full mixture), acc:0.92 (at least that accurate)."""
     point: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
@@ -53,22 +57,53 @@ class Predict:
         check_runtime(self.runtime)
         if not self.images:
             raise UserError("no images given; add the paths of image files")
-        from cnmm.runtime.session import predict_once
+        from cnmm.runtime.inputs import image_paths
 
         with ladder_of(self.source) as folder:
-            answer = predict_once(
-                folder,
-                self.images,
-                runtime=self.runtime,
-                threads=self.threads,
-                latency=resolve(self.source, ladder=True),
-                **self.given(),
-            )
+            files = image_paths(self.images)
+            return self._compared(folder, files) if self.budgets else self._predicted(folder, files)
+
+    def _predicted(self, folder: Path, files: tuple[Path, ...]) -> dict[str, Any]:
+        from cnmm.runtime.drawing import draw_labels
+        from cnmm.runtime.session import predict_once
+
+        answer = predict_once(
+            folder, files, runtime=self.runtime, threads=self.threads, latency=self.source, **self.given()
+        )
+        drawn: list[dict[str, str]] = [{} for _ in files]
+        if self.out:
+            pictures = draw_labels(folder, files, answer, self.out)
+            drawn = [{"labels": str(labels), "overlay": str(overlay)} for labels, overlay in pictures]
+        found = zip(files, answer.top(self.top), answer.exits.tolist(), answer.confidence.tolist(), drawn, strict=True)
         results = [
-            {"file": str(path), "top": [{"label": label, "p": p} for label, p in best], "exit": exit}
-            for path, best, exit in zip(self.images, answer.top(self.top), answer.exits.tolist(), strict=True)
+            {"file": str(path), "top": [{"label": label, "p": p} for label, p in best], "exit": exit, **pictures}
+            | {"confidence": sure}
+            for path, best, exit, sure, pictures in found
         ]
         return {"point": answer.point, "macs": answer.macs, "time_ms": answer.time_ms, "results": results}
+
+    def _compared(self, folder: Path, files: tuple[Path, ...]) -> dict[str, Any]:
+        if self.given() or not self.out:
+            raise UserError("--budgets compares points in pictures: give a folder with -o, and no other budget")
+        from cnmm.runtime.drawing import compare_budgets
+
+        budgets = [budget.strip() for budget in str(self.budgets).split(",")]
+        compared = compare_budgets(
+            folder, files, budgets, self.out, runtime=self.runtime, threads=self.threads, latency=self.source
+        )
+        results = [
+            {
+                "file": str(found.file),
+                "strip": str(found.strip),
+                "answers": [
+                    {"budget": budget, "point": answer.point, "macs": answer.macs, "time_ms": answer.time_ms}
+                    | {"confidence": float(answer.confidence[0])}
+                    for budget, answer in zip(budgets, found.answers, strict=True)
+                ],
+            }
+            for found in compared
+        ]
+        return {"results": results}
 
     def given(self) -> dict[str, Any]:
         names = ("budget", "point", "confidence", "average_macs", "deadline_ms")
@@ -79,6 +114,16 @@ class Predict:
         return found
 
     def show(self, answer: dict[str, Any]) -> None:
+        if self.budgets:
+            rows = []
+            for one in answer["results"]:
+                for row in one["answers"]:
+                    times = short_count(round(row["macs"])), f"{row['time_ms']:.2f}", f"{row['confidence']:.3f}"
+                    rows.append((one["file"], row["budget"], row["point"], *times))
+            columns = ("file", "budget", "point", "macs", "ms", "confidence")
+            print_table(columns, rows, left=("file", "budget", "point"))
+            say(f"written: {self.out}, one strip for each image")
+            return
         by_exit = self.given().keys() - {"budget", "point"}
         rows = [
             (
@@ -91,6 +136,8 @@ class Predict:
         print_table(("file", "classes", *(("exit",) if by_exit else ())), rows, left=("file", "classes"))
         name = f"cascade {answer['point']}" if by_exit else f"point {answer['point']}"
         say(f"{name}, {short_count(round(answer['macs']))} macs per image, {answer['time_ms']:.2f} ms")
+        if self.out:
+            say(f"written: {self.out}, the label map and an overlay of each image")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Where pixels are labelled, images keep their own size: the label map has it too.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,24 @@ from PIL import Image
 
 from cnmm._errors import UserError
 from cnmm.data.dataset import Images
-from cnmm.data.images import decode_image, fit_image, in_threads
+from cnmm.data.images import IMAGE_SUFFIXES, decode_image, fit_image, in_threads
 
 OneImage = str | os.PathLike[str] | Image.Image
 _FIX = "give another file"
+
+
+def image_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """Image files; a folder stands for those in it, by name."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+        if not inside:
+            raise UserError(f"{path}: no images in this folder; give files, or a folder of images")
+        found += inside
+    return tuple(found)
 
 
 def to_batch(images: Any, size: tuple[int, int], channels: int) -> Images:

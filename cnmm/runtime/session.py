@@ -277,7 +277,7 @@ def predict_once(
     opened: Any = to_pictures(images, about.channels) if segments else to_batch(images, about.size, about.channels)
     points: list[str] = []
     if asked.keys() <= {"budget", "point"}:
-        points = [_asked_point(ladder, runtime, threads, latency or ladder.folder, **asked)]
+        points = [asked_point(ladder, runtime, threads, latency or ladder.folder, **asked)]
         asked = {"point": points[0]}
     with Session(
         folder, runtime=runtime, threads=threads, points=points, cascade=not points, latency=latency
@@ -285,7 +285,7 @@ def predict_once(
         return session.predict(opened, **asked)
 
 
-def _asked_point(
+def asked_point(
     ladder: Ladder,
     runtime: RuntimeName,
     threads: int | None,
@@ -293,6 +293,7 @@ def _asked_point(
     budget: str | None = None,
     point: str | None = None,
 ) -> str:
+    """The name of the point that a call asks for; `latency` is the folder that budgets in ms go by."""
     if point is not None or budget is None:
         return point or ladder.frontier.envelope()[-1].name
     times: Mapping[str, float] = {}

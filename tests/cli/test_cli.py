@@ -58,7 +58,7 @@ OPTIONS = {
     "report": {"-o", "--out", "--data", "--json", "--debug"},
     "predict": {
         *("--budget", "--point", "--confidence", "--average-macs", "--deadline-ms", "--runtime", "--threads", "--top"),
-        *("--json", "--debug"),
+        *("-o", "--out", "--budgets", "--json", "--debug"),
     },
     "bench": {"--runtime", "--threads", "--batch", "--precision", "--seconds", "--json", "--debug"},
 }

@@ -1,7 +1,9 @@
 """Label maps from ladders: at the images' own sizes, by budget, by confidence and before deadlines, in many threads."""
 
+import itertools
 import math
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,11 +15,12 @@ from PIL import Image
 import cnmm
 from cnmm.blocks import Statistics
 from cnmm.cascade import stage_macs
+from cnmm.cli import main as cli
 from cnmm.data.images import resize_image
 from cnmm.evaluation.segmentation import image_confidence as by_torch
 from cnmm.runtime import bench, latency, pixels
 from cnmm.runtime.session import Session
-from tests.helpers import made_up_ladder, refused, trained
+from tests.helpers import RUN_CLI, ask, complaint, made_up_ladder, python, refused, trained
 
 RUNTIMES = [name for name in latency.RUNTIMES if latency.runtime_version(name)]
 SIZE = (48, 64)
@@ -245,3 +248,87 @@ def test_classifiers_have_one_size(tmp_path):
     line = refused(made_up_ladder, tmp_path / "a", model, ["e1c0"], cascade="e3a0", any_size=True)
     assert "any_size" in line
     assert not list(tmp_path.iterdir())
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def files(pictures, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(folder / f"street{number}.png")
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def test_predict_writes_label_maps_and_overlays(folder, files, pictures, tmp_path, capsys):
+    answer = ask(capsys, "predict", folder, files, "--budget", "90%", "-o", tmp_path / "out", "--threads", 1)
+    names = [f"street{number}" for number in range(len(SIZES))]
+    found = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert found == sorted(f"{name}{end}.png" for name in names for end in ("", "_overlay"))
+    with Session(folder, threads=1) as session:
+        for row, name, picture in zip(answer["results"], names, pictures, strict=True):
+            expected = session.predict(picture, budget="90%")
+            assert (row["file"], row["labels"]) == (str(files / f"{name}.png"), str(tmp_path / "out" / f"{name}.png"))
+            labels = Image.open(row["labels"])
+            assert np.array_equal(np.asarray(labels), expected.labels[0])
+            assert labels.getpalette()[:15] == list(itertools.chain(*session.preprocessing.palette))
+            assert Image.open(row["overlay"]).height > picture.shape[0]
+            assert row["confidence"] == pytest.approx(float(expected.confidence[0]), abs=1e-6)
+            assert row["top"][0]["p"] == pytest.approx(float(expected.probabilities.max()))
+    assert answer["point"] == expected.point
+
+
+def test_predict_compares_budgets_in_strips(folder, files, pictures, tmp_path, capsys):
+    picture, out = files / "street1.png", tmp_path / "out"
+    answer = ask(capsys, "predict", folder, picture, "--budgets", "71%, 100%", "-o", out, "--threads", 1)
+    (row,) = answer["results"]
+    assert (row["file"], row["strip"]) == (str(picture), str(out / "street1_strip.png"))
+    with Session(folder, threads=1) as session:
+        expected = [session.predict(pictures[1], budget=budget) for budget in ("71%", "100%")]
+    assert [one["point"] for one in row["answers"]] == [one.point for one in expected]
+    assert [one["macs"] for one in row["answers"]] == [one.macs for one in expected]
+    assert len({one["point"] for one in row["answers"]}) == 2
+    assert [path.name for path in out.iterdir()] == ["street1_strip.png"]
+    assert Image.open(row["strip"]).width > 4 * 200
+
+
+def test_pictures_for_people(folder, files, tmp_path, capsys):
+    one = str(files / "street0.png")
+    assert cli.main(["predict", str(folder), one, "-o", str(tmp_path / "a"), "--threads", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "class" in out
+    assert str(tmp_path / "a") in err
+    flags = ["--budgets", "100%", "-o", str(tmp_path / "b"), "--threads", "1"]
+    assert cli.main(["predict", str(folder), one, *flags]) == 0
+    out, err = capsys.readouterr()
+    assert "e3c0" in out
+    assert str(tmp_path / "b") in err
+
+
+def test_predict_complains_and_leaves_nothing(folder, hand_made_ladder, files, tmp_path, capsys):
+    one = files / "street0.png"
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").write_text("mine")
+    assert "exists" in complaint(capsys, "predict", folder, one, "-o", tmp_path / "there")
+    again = shutil.copy(one, tmp_path / "street0.jpg")
+    assert "one name" in complaint(capsys, "predict", folder, one, again, "-o", tmp_path / "out")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    assert "bad.png" in complaint(capsys, "predict", folder, one, tmp_path / "bad.png", "-o", tmp_path / "out")
+    assert "no images in this folder" in complaint(capsys, "predict", folder, tmp_path / "there")
+    assert "-o" in complaint(capsys, "predict", folder, one, "--budgets", "50%,100%")
+    flags = ("--budgets", "50%,100%", "-o", tmp_path / "out")
+    assert "no other budget" in complaint(capsys, "predict", folder, one, *flags, "--budget", "40%")
+    assert "cheapest" in complaint(capsys, "predict", folder, one, "--budgets", "1%", "-o", tmp_path / "out")
+    assert "''" in complaint(capsys, "predict", folder, one, "--budgets", "100%,", "-o", tmp_path / "out")
+    assert "whole images" in complaint(capsys, "predict", hand_made_ladder, one, "-o", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.png", "street0.jpg", "there"]
+
+
+def test_a_device_without_torch_draws(folder, files, tmp_path):
+    flags = ["--budgets", "100%", "-o", tmp_path / "out", "--json"]
+    missing = ("torch", "safetensors", "matplotlib", "onnx")
+    done = python(RUN_CLI, "predict", folder, files / "street1.png", *flags, missing=missing)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out" / "street1_strip.png").is_file()
