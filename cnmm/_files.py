@@ -147,6 +147,13 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_atomically(path, (json.dumps({"format_version": FORMAT_VERSION, **data}, indent=2) + "\n").encode())
 
 
+def as_path(value: object) -> Path:
+    """A path from what somebody gave as one."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise UserError(f"{_fields.shown(value)}: must be the path of a file or folder")
+    return Path(value)
+
+
 def open_regular(path: Path, most: int) -> BinaryIO:
     """Opens a file for reading, if it is a regular one of at most so many bytes: no pipe, no device, no folder.
 

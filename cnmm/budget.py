@@ -13,6 +13,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Literal
 
+from cnmm import _fields
 from cnmm._errors import UserError
 
 BudgetKind = Literal["macs", "ms", "percent", "quality"]
@@ -47,15 +48,16 @@ def parse_budget(text: object) -> Budget:
     """A budget from its text; a plain number means macs."""
     if isinstance(text, Budget):
         return text
+    text = _fields.plain(text)
     if isinstance(text, bool) or not isinstance(text, str | Real):
-        raise UserError(f"budget {text!r}: must look like {EXAMPLES}")
+        raise UserError(f"budget {_fields.shown(text)}: must look like {EXAMPLES}")
     if not isinstance(text, str):
         try:
             macs = float(text)
         except OverflowError:
             macs = math.inf
         if not (math.isfinite(macs) and macs > 0):
-            raise UserError(f"budget {str(text)[:80]}: macs must be positive and finite; other forms: {EXAMPLES}")
+            raise UserError(f"budget {_fields.shown(text)}: macs must be positive and finite; other forms: {EXAMPLES}")
         return Budget(kind="macs", value=macs, text=str(text))
     plain = text.strip().lower()
     if match := re.fullmatch(rf"{_NUMBER} ?([kmg]?)", plain):

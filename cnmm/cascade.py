@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm.budget import Budget, parse_budget
+from cnmm.budget import METRICS, Budget, parse_budget
 from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
 from cnmm.lattice import OperatingPoint, reached_exits
@@ -95,7 +95,7 @@ class Cascade:
             exits=exits,
             macs=tuple(_fields.get(data, "macs", _fields.list_of(_fields.POSITIVE, len(exits)), where)),
             thresholds=table,
-            metric=_fields.get(data, "metric", _fields.TEXT, where),
+            metric=_fields.get(data, "metric", _fields.one_of(*METRICS.values()), where),
             n=_fields.get(data, "n", _fields.POSITIVE, where),
             split=_fields.get(data, "split", _fields.TEXT, where),
         )

@@ -34,6 +34,7 @@ STYLE = {
     "path.simplify": False,
     "svg.fonttype": "path",
     "svg.hashsalt": "cnmm",
+    "text.parse_math": False,  # names come from anywhere, and one with dollars is no formula
 }
 _NO_METADATA: dict[str, dict[str, Any]] = {
     ".svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),

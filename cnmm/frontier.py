@@ -18,7 +18,7 @@ from typing import Any, Self, get_args
 from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._files import FORMAT_VERSION, check_version, checksum, inside, read_json, write_json
-from cnmm.budget import Budget, parse_budget, prefix_of
+from cnmm.budget import METRICS, Budget, parse_budget, prefix_of
 from cnmm.cascade import Cascade
 from cnmm.lattice import Rule
 
@@ -165,8 +165,7 @@ class Frontier:
 
         If the envelope has fewer points, all of them.
         """
-        if num < 1:
-            raise UserError(f"a ladder of {num} points: must have at least 1")
+        num = _fields.checked(num, "points", _fields.POSITIVE)
         envelope = self.envelope()
         if num >= len(envelope):
             return envelope
@@ -286,7 +285,7 @@ _CHECKS: dict[str, _fields.Check] = {
     "macs": _fields.COUNT,
     "params": _fields.COUNT,
     "quality": _fields.SHARE,
-    "metric": _fields.TEXT,
+    "metric": _fields.one_of(*METRICS.values()),
     "low": _fields.SHARE,
     "high": _fields.SHARE,
     "n": _fields.POSITIVE,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.config import MixtureConfig
 
@@ -90,7 +91,8 @@ class Dag:
         """The exit's number; None is the last one."""
         if exit is None:
             return self.num_exits
-        if exit not in range(1, self.num_exits + 1):
+        exit = _fields.plain(exit)
+        if not _fields.is_whole(exit) or not 1 <= exit <= self.num_exits:
             raise UserError(f"exit={exit!r}: must be an exit from 1 to {self.num_exits}")
         return exit
 

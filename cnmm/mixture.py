@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cnmm import blocks, fused
+from cnmm import _fields, blocks, fused
 from cnmm._errors import UserError
 from cnmm.chain import Chain, break_all_sticks, initial_logits
 from cnmm.config import Gates, MixtureConfig, Preprocessing, check_input_size
@@ -311,8 +311,7 @@ class Mixture(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Class probabilities averaged over samples of the gates, drawn anew for each image (the paper's table 1)."""
-        if num_samples < 1:
-            raise UserError(f"num_samples={num_samples}: must be at least 1")
+        num_samples = _fields.checked(num_samples, "num_samples", _fields.POSITIVE)
         if self.training:
             raise UserError("monte_carlo uses the running statistics; call model.eval() first")
         total = torch.zeros((), device=x.device)
@@ -363,8 +362,7 @@ class Mixture(nn.Module):
             if isinstance(gates, Tensor) or gates != "expectation":
                 raise UserError("mixing='sum' has no gates to sample; leave gates='expectation'")
             return None
-        if group is not None and group < 1:
-            raise UserError(f"group={group}: a number of images of at least 1, or None for the whole batch")
+        group = _fields.checked(group, "group", _fields.or_null(_fields.POSITIVE))
         group = min(group or num, num)
         draws = -(-num // group)
         if isinstance(gates, Tensor):

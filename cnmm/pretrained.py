@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cnmm._errors import UserError
+from cnmm._files import as_path
 
 _PACKAGE = Path(__file__).resolve().parent
 PLACES = _PACKAGE / "pretrained", _PACKAGE.parent / "models"
@@ -39,7 +40,7 @@ def resolve(source: str | Path, *, ladder: bool = False) -> Path:
 
     With `ladder`, the model's networks that run without torch, if it has them.
     """
-    path = Path(source)
+    path = as_path(source)
     if path.exists() or len(path.parts) != 1:
         return path
     found = _matches(str(source))

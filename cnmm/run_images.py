@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.data import DataSet, Split, divide, hold_out, open_data
@@ -82,8 +83,7 @@ class RunImages:
 
     def measured(self, num: int | None = None) -> tuple[str, Split, np.ndarray]:
         """What points are chosen on: the name of the split, its images, and which of them, at most `num`."""
-        if num is not None and num < 1:
-            raise UserError(f"images={num}: must be at least 1")
+        num = _fields.checked(num, "images", _fields.or_null(_fields.POSITIVE))
         if self.num_held_out:
             name, (part, chosen) = "validation", self.split("validation")
         elif self.data.test is not None:

@@ -6,12 +6,15 @@ for people. Nothing heavy (torch, numpy, matplotlib, rich) is imported before it
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import tyro
 
@@ -26,6 +29,7 @@ from cnmm.cli.running import Bench, Predict
 from cnmm.cli.signals import Terminated, terminable
 from cnmm.cli.terminal import Verb, one_line, say
 from cnmm.cli.training import Train
+from cnmm.cli.usage import check_ranges, check_verb, on_one_line
 
 DESCRIPTION = """Convolutional Neural Mixture Models: train one network, then run it at any compute budget.
 
@@ -58,9 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     speak_for_the_library()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
+            stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in args or os.environ.get("CNMM_DEBUG", "0") not in ("", "0")
     try:
-        with terminable():
+        with terminable(), saying_warnings():
             status = run(args)
             sys.stdout.flush()
         return status
@@ -87,6 +94,19 @@ def speak_for_the_library() -> None:
         logger.propagate = False
 
 
+@contextmanager
+def saying_warnings() -> Iterator[None]:
+    """What is warned of is said, one line each; images that are too large are refused with a line of their own."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        say(" ".join(str(message).split()))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Image size .* exceeds limit")
+        warnings.showwarning = show
+        yield
+
+
 class _Saying(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
@@ -96,15 +116,23 @@ def run(args: list[str]) -> int:
     if args[:1] == ["--version"]:
         print(f"cnmm {cnmm.__version__}")
         return 0
+    check_verb(args, VERBS)
     verbs = dict(VERBS)
     if args[:1] == ["train"]:
         verbs["train"] = Train.for_args(args)
-    try:
-        verb = tyro.extras.subcommand_cli_from_dict(
-            verbs, prog="cnmm", description=DESCRIPTION, args=args, config=_TYRO
+
+    def parse(words: Sequence[str]) -> Verb:
+        found: Verb = tyro.extras.subcommand_cli_from_dict(
+            verbs, prog="cnmm", description=DESCRIPTION, args=words, config=_TYRO
         )
-    except SystemExit as stop:  # a help page or a usage error
-        return stop.code if isinstance(stop.code, int) else 0
+        return found
+
+    try:
+        with on_one_line(args, parse):
+            verb = parse(args)
+    except SystemExit:  # a help page
+        return 0
+    check_ranges(verb)
     answer = verb.answer()
     if verb.common.json and answer:
         print(json.dumps({"format_version": FORMAT_VERSION, **answer}, allow_nan=False))

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from cnmm._errors import UserError
 from cnmm.cli.flags import Flags, model_flags
-from cnmm.cli.terminal import NO_HINT, Common, print_table, say
+from cnmm.cli.terminal import NO_HINT, Common, print_table, say, write
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import check_suffix, draw_lattice, save_picture
 from cnmm.lattice import OperatingPoint
@@ -77,21 +77,21 @@ class Info:
 
     def show(self, answer: dict[str, Any]) -> None:
         output = answer["edges"] - answer["block_edges"] - 1
-        print(answer["model"] + (f" (run folder {answer['run']})" if "run" in answer else ""))
-        print(f"  task      {answer['task']}, {answer['num_classes']} classes, images of {shape_text(answer)}")
-        print(f"  maps      {answer['maps']} = {answer['blocks']} blocks x {answer['scales']} scales")
+        write(answer["model"] + (f" (run folder {answer['run']})" if "run" in answer else ""))
+        write(f"  task      {answer['task']}, {answer['num_classes']} classes, images of {shape_text(answer)}")
+        write(f"  maps      {answer['maps']} = {answer['blocks']} blocks x {answer['scales']} scales")
         edges = f"{answer['block_edges']} between maps + 1 stem + {output} into the output"
-        print(f"  edges     {answer['edges']} = {edges}")
+        write(f"  edges     {answer['edges']} = {edges}")
         for name in ("networks", "macs", "params"):
-            print(f"  {name:8}  {answer[name]:,}")
+            write(f"  {name:8}  {answer[name]:,}")
         rows = []
         for row in answer["exits"]:
             share = f"{row['macs'] / answer['macs']:.1%}"
             rows.append((row["exit"], f"{row['networks']:,}", f"{row['macs']:,}", share, f"{row['params']:,}"))
-        print()
+        write()
         print_table(("exit", "networks", "macs", "of full", "params"), rows)
         if "learning" in answer:
-            print()
+            write()
             show_learning(answer["learning"])
 
 
@@ -124,7 +124,7 @@ class Draw:
         }
 
     def show(self, answer: dict[str, Any]) -> None:
-        print(answer["file"])
+        write(answer["file"])
 
 
 def learned(name: str, run: Path | None) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def show_learning(learning: dict[str, Any]) -> None:
         for row in learning["blocks"]
     ]
     print_table(("block", "matrices", "learned share", "least", "gradient norm"), rows)
-    print(f"gates moved by {learning['gates_mean']:.3f} on average, {learning['gates_max']:.3f} at most")
+    write(f"gates moved by {learning['gates_mean']:.3f} on average, {learning['gates_max']:.3f} at most")
     for order in learning["orders"]:
         words = f"{order['common']} of the {order['kept']} edges left are those of the untrained order"
-        print(f"exit {order['exit']} after {order['cuts']} cuts by {order['rule']}: {words}")
+        write(f"exit {order['exit']} after {order['cuts']} cuts by {order['rule']}: {words}")
     say(f"learned share: how far a matrix turned away from where it began, computed from its {learning['method']}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Protocol, Self
 
 from tyro.conf import arg
 
+from cnmm._errors import printable
 from cnmm.frontier import FrontierPoint
 
 NO_HINT = arg(help_behavior_hint="")
@@ -45,8 +47,9 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[more]}"))
-        console = Console(stderr=True)
+        plain = functools.partial(TextColumn, markup=False)
+        columns = (plain("{task.description}"), BarColumn(), plain("{task.fields[more]}"))
+        console = Console(stderr=True, markup=False, emoji=False)
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("", more="", total=1.0)
         self.start = time.monotonic()
@@ -63,11 +66,11 @@ class Bar:
         if left_s is None and done > 0:
             left_s = (time.monotonic() - self.start) * (1 - done) / done
         left = "" if left_s is None else f"{int(left_s) // 60}:{int(left_s) % 60:02d} left"
-        self.bar.update(self.task, description=what, completed=done, more=f"{more}  {left}".strip())
+        self.bar.update(self.task, description=printable(what), completed=done, more=f"{more}  {left}".strip())
 
     def say(self, line: str) -> None:
         """One line above the bar, which stays."""
-        self.bar.console.print(line, highlight=False, soft_wrap=True)
+        self.bar.console.print(printable(line), highlight=False, soft_wrap=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ()) -> None:
@@ -80,8 +83,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: 
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=column != "description")
     for row in rows:
-        table.add_row(*map(str, row))
-    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False)
+        table.add_row(*(printable(str(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False, emoji=False)
     with console.capture() as text:
         console.print(table)
     print("\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n"))
@@ -103,7 +106,12 @@ def percent(share: float | None) -> str:
 
 def say(words: str) -> None:
     """One line for the user, beside the results."""
-    print(f"cnmm: {words}", file=sys.stderr)
+    print(f"cnmm: {printable(words)}", file=sys.stderr)
+
+
+def write(line: str = "") -> None:
+    """One line of the results; names in it may come from anywhere."""
+    print(printable(line))
 
 
 def one_line(error: BaseException) -> str:

@@ -103,8 +103,8 @@ def _read_original(path: Path, variant: Variant) -> bytes:
     return raw
 
 
-def _damaged(path: Path, variant: Variant, problem: str) -> ValueError:
-    return ValueError(f"{path} {problem}; download {variant.archive} again from {HOME_PAGE}")
+def _damaged(path: Path, variant: Variant, problem: str) -> UserError:
+    return UserError(f"{path} {problem}; download {variant.archive} again from {HOME_PAGE}")
 
 
 def _read_classes(path: Path, variant: Variant) -> tuple[str, ...]:

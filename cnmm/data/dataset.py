@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cnmm._errors import UserError
+from cnmm import _fields
+from cnmm._errors import UserError, printable
 
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -69,6 +70,13 @@ class DataSet:
     """Images of `train` that the set itself holds out for validation; none: they are drawn by seed."""
     skipped: tuple[str, ...] = ()
     """Files that could not be read and were left out."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name) or "images")
+        fulfils, words = _fields.TEXT
+        for name in self.classes:
+            if not fulfils(name):
+                raise UserError(f"the class {name!r} of {self.spec}: its name must be {words}; rename it")
 
 
 def channel_statistics(split: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:

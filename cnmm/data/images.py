@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cnmm._errors import UserError
+from cnmm._files import open_regular
 from cnmm.data.dataset import Images, Indices, Labels
 
 Progress = Callable[[int, int], None]
@@ -44,6 +45,8 @@ _SUFFIXES = {
     "WEBP": ".webp",
 }
 IMAGE_SUFFIXES = frozenset(" ".join(_SUFFIXES.values()).split())
+MOST_IMAGE = 2**30
+"""Bytes of a file."""
 _CHUNK = 16
 _ORIENTATION = 0x0112
 """The EXIF tag; from 5 on, width and height change places."""
@@ -177,7 +180,7 @@ def _succeeds(work: Callable[[int], object], index: int, skip_bad: bool) -> bool
 def opened(path: Path, fix: str = _FIX, *, what: str = "an image") -> Iterator[Image.Image]:
     """The image with its header read; whatever goes wrong inside becomes one line that names the file."""
     try:
-        with Image.open(path, formats=_formats()) as image:
+        with open_regular(path, MOST_IMAGE) as file, Image.open(file, formats=_formats()) as image:
             _refuse_bomb(image)
             yield image
     except Exception as error:  # a damaged file makes Pillow raise nearly anything: OSError, SyntaxError, struct.error

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from cnmm._errors import UserError
+from cnmm._files import read_regular
 from cnmm.data.images import opened
 from cnmm.palette import MOST_CLASSES, VOID, Colour, Palette, default_palette
 
@@ -102,10 +103,10 @@ def read_classes(folder: Path) -> ClassNames:
     """The classes of a folder, from its `classes.txt`."""
     path = folder / CLASSES_FILE
     try:
-        lines = path.read_text("utf-8-sig").splitlines()
+        lines = read_regular(path, MOST_CLASSES * 2**12).decode("utf-8-sig").splitlines()
     except FileNotFoundError:
         raise UserError(f"{path} is missing, so masks have no names: {_FORM}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, UserError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {_FORM}") from None
     try:
         return _parse(lines)

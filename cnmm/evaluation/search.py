@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.cost import CostTable
 from cnmm.lattice import Edge, OperatingPoint, Rule
@@ -56,8 +57,7 @@ def cutting_curves(model: Mixable, rule: Rules = "all") -> list[Curve]:
 
 def first_points(curves: Sequence[Curve], num: int) -> list[OperatingPoint]:
     """Both ends of every curve and points between them, spread evenly over macs; at most about half of `num`."""
-    if num < 1:
-        raise UserError(f"num_points={num}: must be at least 1")
+    num = _fields.checked(num, "points", _fields.POSITIVE)
     full = max(curve[-1].macs for curve in curves)
     step = COARSE * full
     while True:

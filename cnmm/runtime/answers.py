@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.data.images import resize_image
 from cnmm.runtime.engines import Floats, Images, Indices
@@ -43,10 +44,15 @@ class Prediction:
     labels: tuple[Labels, ...] = ()
     """Of segmentation: the class of every pixel, uint8 [H, W], each image at its own size."""
 
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.confidence).all():
+            raise UserError(
+                f"point {self.point!r}: it answers with numbers that are not finite; export the ladder again"
+            )
+
     def top(self, k: int = 1) -> tuple[tuple[tuple[str, float], ...], ...]:
         """For each image the k most probable classes with their probabilities, best first."""
-        if k < 1:
-            raise UserError(f"top({k}): must be at least 1")
+        k = _fields.checked(k, "top", _fields.POSITIVE)
         best = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :k]
         return tuple(
             tuple((self.classes[index], float(row[index])) for index in indices)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._machine import machine
+from cnmm.ladder import read_ladder
 from cnmm.runtime.engines import Images
 from cnmm.runtime.latency import (
     RUNTIMES,
@@ -24,6 +27,9 @@ from cnmm.runtime.latency import (
 )
 from cnmm.runtime.session import Session
 
+MOST_IMAGES, MOST_BYTES = 2**16, 2**30
+"""Of one call."""
+MOST_SECONDS = 3600
 ROUNDS = 5
 """Turns of each point in a measurement."""
 Progress = Callable[[str, float], None]
@@ -44,8 +50,11 @@ def bench(
 
     `runtime`: all that are installed unless told. `seconds`: spent on each point. `out`: another folder to store in.
     """
-    if batch < 1 or not 0 <= seconds <= 3600:
-        raise UserError(f"batch={batch}, seconds={seconds}: must be at least 1 image and 0 to 3600 s")
+    batch = _fields.checked(batch, "batch", _fields.whole(1, MOST_IMAGES))
+    seconds = _fields.checked(seconds, "seconds", _fields.number(0, MOST_SECONDS))
+    size = math.prod(read_ladder(ladder).preprocessing.image_shape)
+    if batch * size > MOST_BYTES:
+        raise UserError(f"batch={batch}: {batch * size:,} bytes of images, must be at most {MOST_BYTES:,}")
     measurements = []
     for name in _runtimes(runtime, precision):
         on_progress(name, 0.0)

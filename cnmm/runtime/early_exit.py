@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.cascade import Cascade
 from cnmm.runtime.answers import Answers
@@ -78,12 +79,11 @@ def time_stages(chain: Chain, image: Images, num_stages: int, *, warmup: int = 5
 
 def check_confidence(confidence: float) -> float:
     """A confidence is a probability."""
-    if not 0 <= confidence <= 1:
-        raise UserError(f"confidence={confidence}: must be a probability between 0 and 1")
-    return confidence
+    found: float = _fields.checked(confidence, "confidence", _fields.SHARE)
+    return found
 
 
 def check_deadline(deadline_ms: float, first_ms: float) -> None:
     """Refuses what not even the first exit can keep."""
     if not deadline_ms >= first_ms:
-        raise UserError(f"deadline_ms={deadline_ms}: the first exit alone takes {first_ms:.3g} ms here (p95)")
+        raise UserError(f"deadline_ms={deadline_ms:g}: the first exit alone takes {first_ms:.3g} ms here (p95)")

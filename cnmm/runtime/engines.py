@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._files import scratch_folder
 from cnmm.ladder import IMAGE, LOGITS, NetworkFile
@@ -29,6 +30,7 @@ Walk = Generator[Floats, Indices | None, None]
 """Yields the answers of each stage, probabilities [n, classes] or scores of pixels [n, classes, H, W], which are only
 lent until the walk goes on or ends; is sent the rows that go on, or None for all of them."""
 
+MOST_THREADS = 256
 CHUNK_PIXELS = 16384
 """Pixels of one pass: 16 images of 32x32. Larger passes are slower per image (their maps leave the cache), and smaller
 ones leave a cascade with single images after the first exits."""
@@ -52,14 +54,19 @@ class Runtime(Protocol):
         """Loads, compiles and warms up."""
 
 
+def check_threads(threads: int) -> int:
+    """A number of threads that a runtime can start."""
+    found: int = _fields.checked(threads, "threads", _fields.whole(1, MOST_THREADS))
+    return found
+
+
 def open_runtime(
     name: str, *, threads: int, precision: str, image_shape: tuple[int, int, int], any_size: bool = False
 ) -> Runtime:
     """A runtime with so many threads; `image_shape` is [H, W, C], where H and W may vary with `any_size`."""
     if name not in RUNTIMES:
         raise UserError(f"runtime {name!r}: must be one of {', '.join(RUNTIMES)}")
-    if threads < 1:
-        raise UserError(f"threads={threads}: must be at least 1")
+    threads = check_threads(threads)
     if precision not in ("float32", "bfloat16"):
         raise UserError(f"precision {precision!r}: must be float32 or, with openvino, bfloat16")
     if name == "openvino":

@@ -6,7 +6,7 @@ Where pixels are labelled, images keep their own size: the label map has it too.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.data.dataset import Images
 from cnmm.data.images import IMAGE_SUFFIXES, decode_image, fit_image, in_threads
@@ -38,9 +39,7 @@ def image_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 def to_batch(images: Any, size: tuple[int, int], channels: int) -> Images:
     """Files and Pillow's images, one or several, as a uint8 array [N, H, W, C]."""
-    many = [images] if isinstance(images, str | os.PathLike | Image.Image) else list(images)
-    if not many:
-        raise UserError("no images; give at least one")
+    many = _listed(images)
     batch = np.empty((len(many), *size, channels), np.uint8)
 
     def fit(index: int) -> None:
@@ -57,9 +56,7 @@ def to_pictures(images: Any, channels: int) -> list[Images]:
     """Files, Pillow's images or arrays, one or several, as uint8 arrays [H, W, C] of their own sizes."""
     if isinstance(images, np.ndarray):
         return list(_check_pictures(images, channels))
-    many = [images] if isinstance(images, str | os.PathLike | Image.Image) else list(images)
-    if not many:
-        raise UserError("no images; give at least one")
+    many = _listed(images)
     pictures: list[Images] = [np.empty((0, 0, 0), np.uint8)] * len(many)
 
     def read(index: int) -> None:
@@ -76,6 +73,18 @@ def to_pictures(images: Any, channels: int) -> list[Images]:
     else:
         in_threads(read, len(many))
     return pictures
+
+
+def _listed(images: Any) -> list[Any]:
+    """One image, or several, as a list."""
+    if isinstance(images, str | os.PathLike | Image.Image):
+        return [images]
+    if isinstance(images, bytes | Mapping) or not isinstance(images, Iterable):
+        raise UserError(f"images={_fields.shown(images)}: must be paths, Pillow images or a uint8 array")
+    many = list(images)
+    if not many:
+        raise UserError("no images; give at least one")
+    return many
 
 
 def check_array(images: npt.NDArray[Any], size: tuple[int, int], channels: int) -> Images:

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._machine import usable_cores
 from cnmm.budget import Budget, parse_budget
@@ -28,7 +29,7 @@ from cnmm.frontier import FrontierPoint
 from cnmm.ladder import Ladder, NetworkFile, read_ladder
 from cnmm.runtime.answers import Answers, ClassAnswers, Finishing, PixelAnswers, Prediction
 from cnmm.runtime.early_exit import CascadeRunner, check_confidence, check_deadline, time_stages
-from cnmm.runtime.engines import Chain, Images, Walk, open_runtime
+from cnmm.runtime.engines import Chain, Images, Walk, check_threads, open_runtime
 from cnmm.runtime.inputs import OneImage, check_array, to_batch, to_pictures
 from cnmm.runtime.latency import RuntimeName, p95, percentile
 
@@ -58,7 +59,7 @@ class Session:
         ladder = read_ladder(folder)
         self.folder = Path(latency) if latency else ladder.folder
         self.runtime = runtime
-        self.threads = usable_cores() if threads is None else threads
+        self.threads = usable_cores() if threads is None else check_threads(threads)
         self.precision = _named_precision(ladder, precision)
         self.task, self.any_size = ladder.task, ladder.any_size
         self.preprocessing = ladder.preprocessing
@@ -67,6 +68,8 @@ class Session:
 
     def _load(self, ladder: Ladder, precision: str, names: Sequence[str] | None, cascade: bool) -> None:
         frontier, shape = ladder.frontier, ladder.preprocessing.image_shape
+        if isinstance(names, str):
+            raise UserError(f"points={names!r}: must be a list of names, for example [{names!r}]")
         for name in names or ():
             frontier[name]  # refuses names that it does not have
         runtime = open_runtime(
@@ -181,15 +184,12 @@ class Session:
         """
         start = time.perf_counter()
         given = {"budget": budget, "point": point, "confidence": confidence}
-        given |= {"average_macs": average_macs, "deadline_ms": deadline_ms}
-        asked = [name for name, value in given.items() if value is not None]
-        if len(asked) > 1:
-            raise UserError(f"{' and '.join(asked)} cannot be combined; use one of them")
+        check_asked(**given, average_macs=average_macs, deadline_ms=deadline_ms)
         if confidence is not None or average_macs is not None:
             needed = self._needed_confidence(confidence, average_macs)
             return self._leave_early(self._answers(images), needed, start)
         if deadline_ms is not None:
-            return self._keep_deadline(self._loaded_runner(), images, deadline_ms, start)
+            return self._keep_deadline(self._loaded_runner(), images, float(deadline_ms), start)
         chosen = self._named(point) if point is not None else self._best(budget)
         return self._run(chosen, self._answers(images), start)
 
@@ -262,6 +262,25 @@ class Session:
         return ClassAnswers(self._fitted(images), self.classes, self.chunk)
 
 
+def check_asked(**given: Any) -> None:
+    """Refuses what `Session.predict` cannot be asked for, before anything is loaded."""
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join(asked)} cannot be combined; use one of them")
+    for name in asked:
+        if name in ("budget", "average_macs"):
+            parse_budget(given[name])
+        else:
+            _fields.checked(given[name], name, _ASKED[name])
+
+
+_ASKED: dict[str, _fields.Check] = {
+    "point": _fields.TEXT,
+    "confidence": _fields.SHARE,
+    "deadline_ms": _fields.number(above=0),
+}
+
+
 def predict_once(
     folder: str | Path,
     images: Images | OneImage | Sequence[OneImage],
@@ -272,6 +291,9 @@ def predict_once(
     **asked: Any,
 ) -> Prediction:
     """One call of `Session.predict`, without a session to keep: only what it needs is loaded, which starts faster."""
+    check_asked(**asked)
+    if threads is not None:
+        check_threads(threads)
     ladder = read_ladder(folder)
     about, segments = ladder.preprocessing, ladder.task == "segmentation"
     opened: Any = to_pictures(images, about.channels) if segments else to_batch(images, about.size, about.channels)
@@ -308,6 +330,8 @@ def _checked_chain(chain: Chain, ladder: Ladder, stages: Sequence[NetworkFile]) 
     image = np.zeros((1, *about.image_shape), np.uint8)
     shape = (1, len(about.classes), *(about.size if ladder.task == "segmentation" else ()))
     for stage, answers in zip(stages, chain.walk(image), strict=True):
+        if not np.isfinite(answers).all():
+            raise UserError(f"{stage.path}: answers with numbers that are not finite; export the ladder again")
         if answers.shape != shape or answers.dtype != np.float32:
             found = f"{answers.dtype} {list(answers.shape)}"
             raise UserError(f"{stage.path}: answers {found}; it must be float32 {list(shape)}")

@@ -88,9 +88,9 @@ def test_unknown_recipes_and_values_are_refused(capsys):
     known = "quick, long, cifar10, cifar100, street, cityscapes"
     assert capsys.readouterr().err == f"cnmm: unknown recipe 'slow': must be one of {known}\n"
     assert main(["train", "--data", "fashion", "--out", "x", "--exits", "first"]) == 2
-    assert "invalid choice 'first' for argument '--exits'" in capsys.readouterr().err
+    assert "invalid choice 'first' for argument '--exits': must be one of all, last" in capsys.readouterr().err
     assert main(["train", "--data", "fashion", "--out", "x", "--recipe", "--json"]) == 2
-    assert not capsys.readouterr().err.startswith("cnmm: ")
+    assert "'--recipe'" in capsys.readouterr().err
 
 
 def test_help_of_training_needs_no_torch():
