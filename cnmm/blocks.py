@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from cnmm import distributed, fused
 from cnmm.cost import CLASSIFIER_CHANNELS
-from cnmm.fused import EPS, images, wide
+from cnmm.fused import EPS
+from cnmm.rows import activate, images, wide
 
 MOMENTUM = 0.1
 
@@ -114,7 +115,7 @@ class Shared(nn.Module):
 
     def forward(self, h: Tensor, statistics: Statistics, *, update: bool = True) -> Tensor:
         h = statistics.normalise(h, self.affine.weight, self.affine.bias, update=update)
-        h = fused.activate(h, self.affine.slope)
+        h = activate(h, self.affine.slope)
         h = F.conv2d(h, self.depthwise.to(h.dtype), padding=1, groups=h.shape[1])
         return F.conv2d(h, self.pointwise.to(h.dtype))
 
@@ -175,7 +176,7 @@ class VectorOutput(nn.Module):
     def pool(self, h: Tensor, edge: int, statistics: Statistics, *, update: bool) -> Tensor:
         """BN-ReLU-GP of one edge, [N, C]."""
         x = statistics.normalise(h, self.affine.weight[edge], self.affine.bias[edge], update=update)
-        return fused.activate(x, None).mean((2, 3), dtype=wide(x))
+        return activate(x, None).mean((2, 3), dtype=wide(x))
 
     def forward(self, pooled: Sequence[Tensor], index: Sequence[int], mix_GE: Tensor, *, update: bool = True) -> Tensor:
         """FC-BN of the edges `index` and their mixture, [N, out_channels]."""
@@ -211,10 +212,10 @@ class PixelClassifier(nn.Module):
         """`sizes`: heights and widths after the two upsamplings."""
         h = upsample(h, sizes[0])
         h = self.first_statistics.normalise(h, self.first.weight, self.first.bias, update=update)
-        h = fused.activate(h, self.first.slope)
+        h = activate(h, self.first.slope)
         h = upsample(F.conv2d(h, self.conv.to(h.dtype)), sizes[1])
         h = self.second_statistics.normalise(h, self.second.weight, self.second.bias, update=update)
-        h = fused.activate(h, self.second.slope)
+        h = activate(h, self.second.slope)
         h = F.conv2d(h, self.depthwise.to(h.dtype), padding=1, groups=h.shape[1])
         return F.conv2d(h, self.pointwise.to(h.dtype), self.bias.to(h.dtype))
 

@@ -14,7 +14,6 @@ Parameters, statistics and the small algebra keep the parameters' type; activati
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,30 +24,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_weight
 
 from cnmm import distributed
+from cnmm.rows import activate_rows, column_sums, images, prelu_backward, rows, wide
 
 EPS = 1e-5
 _LARGE = 1 << 20  # numbers in a tensor from which on a convolution is worth its preparation
-
-
-def activate(x: Tensor, slope: Tensor | None) -> Tensor:
-    """ReLU, or PReLU when there are slopes."""
-    return F.relu(x, inplace=True) if slope is None else F.prelu(x, slope.to(x.dtype))
-
-
-def rows(x: Tensor) -> Tensor:
-    """[N, C, h, w] in channels-last order as the matrix [M, C]; no copy."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-
-
-def images(x_MC: Tensor, shape: Sequence[int]) -> Tensor:
-    """The reverse of `rows`, for images of a shape [N, any, h, w]; no copy."""
-    num, _, height, width = shape
-    return x_MC.view(num, height, width, -1).permute(0, 3, 1, 2)
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """The type for sums and probabilities: that of the tensor, but float32 for bfloat16."""
-    return torch.float32 if x.dtype == torch.bfloat16 else x.dtype
 
 
 class _BatchMoments(torch.autograd.Function):
@@ -115,7 +94,7 @@ class _MixFunction(torch.autograd.Function):
         shift_D = beta_D - scale_D * moments_2D[0]
         xs = [_beside([rows(x) for x in inputs[run.edges]]) for run in runs]
         us = [
-            activate(_scale_shift(x, scale_D[run.columns], shift_D[run.columns], shape), _columns(slope_D, run))
+            activate_rows(_scale_shift(x, scale_D[run.columns], shift_D[run.columns], shape), _columns(slope_D, run))
             for x, run in zip(xs, runs, strict=True)
         ]
         groups, num_rows = mix_GE.shape[0], us[0].shape[0]
@@ -127,7 +106,7 @@ class _MixFunction(torch.autograd.Function):
             count = num_rows * distributed.world_size()
             grams = [_gram(u, run.width, shape) for u, run in zip(us, runs, strict=True)]
             mean_D, *grams = (
-                part / count for part in distributed.total([torch.cat([_column_sums(u)[0] for u in us]), *grams])
+                part / count for part in distributed.total([torch.cat([column_sums(u)[0] for u in us]), *grams])
             )
             fold.measure(mean_D, grams)
         else:
@@ -157,7 +136,7 @@ class _MixFunction(torch.autograd.Function):
         scales = [fold.mix_GD[:, run.columns] for run in runs] if fold.scaled else []
         vs = [_scale_groups(u, scale) for u, scale in zip(us, scales, strict=True)] if scales else us
         grad_matrix = [_product_backward(v, grad_MC, matrix_GDC.shape[0], shape) for v in vs]
-        grad_bias = _column_sums(grad_MC, groups)
+        grad_bias = column_sums(grad_MC, groups)
         small, through = fold.backward(torch.cat(grad_matrix, 1), grad_bias)
         if through:  # by batch statistics: through the mean and the Gram matrix of U
             count = grad_MC.shape[0] * distributed.world_size()
@@ -176,9 +155,8 @@ class _MixFunction(torch.autograd.Function):
             if slope is None:
                 grad_p = torch.ops.aten.threshold_backward.grad_input(grad_u, u, 0, grad_input=grad_u)
             else:
-                p = _scale_shift(x, scale, shift, shape)
-                grad_slopes.append(_column_sums(grad_u * p.clamp_max(0))[0])
-                grad_p = torch.where(p > 0, grad_u, grad_u * slope.to(grad_u.dtype))
+                grad_p, grad_slope = prelu_backward(grad_u, _scale_shift(x, scale, shift, shape), slope)
+                grad_slopes.append(grad_slope)
             mean, rstd = moments_2D[:, run.columns]
             affine = torch.ops.aten.native_batch_norm_backward(
                 images(grad_p, shape), images(x, shape), rstd, None, None, mean, rstd, True, EPS, [False, True, True]
@@ -191,10 +169,10 @@ class _MixFunction(torch.autograd.Function):
             grad_inputs += [images(part, shape) for part, shape in zip(parts, ctx.images[run.edges], strict=True)]
 
         grad_gamma, grad_beta = torch.cat(grad_gammas), torch.cat(grad_betas)
-        grad_slope = torch.cat(grad_slopes) if grad_slopes else None
+        slopes = torch.cat(grad_slopes) if grad_slopes else None
         grad_moments_2D = torch.stack([-grad_beta * scale_D, grad_gamma * gamma_D / moments_2D[1]])
         grad_moments = [part for run in runs for part in grad_moments_2D[:, run.columns].view(2, run.num, -1).unbind(1)]
-        return (None, None, grad_gamma, grad_beta, grad_slope, *small, *grad_moments, *grad_inputs)
+        return (None, None, grad_gamma, grad_beta, slopes, *small, *grad_moments, *grad_inputs)
 
 
 mix = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _MixFunction.apply)
@@ -353,14 +331,3 @@ def _edgewise(u_MD: Tensor, matrix_EKK: Tensor, bias_D: Tensor, shape: Sequence[
     """Every edge's own columns times its own symmetric matrix, plus a bias."""
     kernel = matrix_EKK.to(u_MD.dtype).view(u_MD.shape[1], -1, 1, 1)
     return rows(F.conv2d(images(u_MD, shape), kernel, bias_D.to(u_MD.dtype), groups=len(matrix_EKK)))
-
-
-def _column_sums(x_MD: Tensor, groups: int = 1) -> Tensor:
-    """Sums over the rows of each group, [G, D]: in two steps, which is faster than one and as exact.
-
-    In bfloat16 the first step is a product with ones.
-    """
-    parts = groups * math.gcd(x_MD.shape[0] // groups, 64)
-    x = x_MD.view(parts, -1, x_MD.shape[1])
-    sums = torch.bmm(x.new_ones(parts, 1, x.shape[1]), x) if x.dtype == torch.bfloat16 else x.sum(1)
-    return sums.view(groups, -1, x_MD.shape[1]).sum(1, dtype=wide(x_MD))

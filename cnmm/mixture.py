@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cnmm import _fields, blocks, fused
+from cnmm import _fields, blocks
 from cnmm._errors import UserError
 from cnmm.chain import Chain, break_all_sticks, initial_logits
 from cnmm.config import Gates, MixtureConfig, Preprocessing, check_input_size
 from cnmm.cost import CostTable, classifier_sizes
 from cnmm.lattice import Edge, Lattice, OperatingPoint, Orders, build_lattice, channels, map_sizes, reached_exits
 from cnmm.prune import check_classifier
+from cnmm.rows import wide
 
 Part = Literal["kept", "pooled", "whole"]
 Parts = dict[Part, Tensor | blocks.Read]
@@ -192,13 +193,18 @@ class Mixture(nn.Module):
         temperature: float = 2.0,
         generator: torch.Generator | None = None,
         update_statistics: bool = True,
+        exits: Collection[int] | None = None,
     ) -> dict[int, Tensor]:
-        """Logits of every exit from one pass and one draw of the gates; of a point, those of the exits it reaches."""
+        """Logits of every exit from one pass and one draw of the gates; of a point, those of the exits it reaches.
+
+        `exits`: only these of them.
+        """
         edges = self.live_edges(point)
-        exits = reached_exits(self.config, self.lattice, point.exit if point else None, edges)
+        reached = reached_exits(self.config, self.lattice, point.exit if point else None, edges)
         self.check_images(x)
         values = self.gate_values(len(x), gates, group=group, temperature=temperature, generator=generator)
-        return self._pass(x, edges, exits, values, update_statistics)
+        wanted = [exit for exit in reached if exits is None or exit in exits]
+        return self._pass(x, edges, wanted, values, update_statistics)
 
     def _pass(
         self, x: Tensor, edges: frozenset[Edge], exits: Iterable[int], gates_GE: Tensor | None, update: bool
@@ -324,7 +330,7 @@ class Mixture(nn.Module):
                 temperature=temperature,
                 generator=generator,
             )
-            total = total + logits.softmax(1, dtype=fused.wide(logits))
+            total = total + logits.softmax(1, dtype=wide(logits))
         return total / num_samples
 
     def live_edges(self, point: OperatingPoint | None = None) -> frozenset[Edge]:

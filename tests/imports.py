@@ -19,6 +19,7 @@ PAPER = {
     "plan",
     "pretrained",
     "distributed",
+    "rows",
     "fused",
     "blocks",
     "mixture",
@@ -47,7 +48,7 @@ MAY_IMPORT = {
 `__init__` and `__main__` are the front door: they hand out what the rooms hold.
 """
 WITHOUT_TORCH = {"private", "values", "data", "runtime", "serve", "cli"}
-TORCH_FREE_PAPER = PAPER - {"distributed", "fused", "blocks", "mixture"}
+TORCH_FREE_PAPER = PAPER - {"distributed", "rows", "fused", "blocks", "mixture"}
 HEAVY = {"torch", "matplotlib", "safetensors", "onnx", "onnxruntime", "openvino"}
 
 

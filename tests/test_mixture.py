@@ -230,11 +230,15 @@ def test_three_training_steps_are_the_references(name, group):
 def recorded_branches():
     """Records which side of its kink every activation took and which pixel every maximum."""
     branches, pool = [], F.max_pool2d
-    original = fused.activate
+    images, all_rows = blocks.activate, fused.activate_rows
 
     def activate(x, slope):
         branches.append(x > 0)
-        return original(x, slope)
+        return images(x, slope)
+
+    def activate_rows(x, slope):
+        branches.append(x > 0)
+        return all_rows(x, slope)
 
     def max_pool2d(*args, **kwargs):
         values, indices = pool(*args, **kwargs, return_indices=True)
@@ -247,7 +251,8 @@ def recorded_branches():
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "activate", activate)
+        patch.setattr(blocks, "activate", activate)
+        patch.setattr(fused, "activate_rows", activate_rows)
         patch.setattr(F, "max_pool2d", max_pool2d)
         yield branches
     handle.remove()
@@ -485,7 +490,8 @@ def test_every_network_of_a_small_mixture_can_be_run_alone(exit):
     ],
 )
 def test_with_affine_blocks_the_expectation_is_the_mean_of_the_enumerated_mixture(name, options, cuts, monkeypatch):
-    monkeypatch.setattr(fused, "activate", lambda x, slope: x)
+    monkeypatch.setattr(blocks, "activate", lambda x, slope: x)
+    monkeypatch.setattr(fused, "activate_rows", lambda x, slope: x)
     model = scrambled(name, training=False, **options)
     x, _ = some_data(model, batch=2)
     with torch.no_grad():

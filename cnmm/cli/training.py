@@ -90,5 +90,6 @@ class TrainingBar(Bar):
 
     def epoch(self, result: EpochResult) -> None:
         exits = " ".join(f"{100 * value:.1f}" for value in result.quality.values())
-        words = f"loss {result.loss:.3f}  validation % by exit: {exits}  gate entropy {result.entropy:.2f} bits"
+        measured = f"  validation % by exit: {exits}" if exits else ""
+        words = f"loss {result.loss:.3f}{measured}  gate entropy {result.entropy:.2f} bits"
         self.say(f"epoch {result.epoch}/{self.epochs}  {words}")

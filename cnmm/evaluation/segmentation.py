@@ -47,12 +47,12 @@ class Segmentation:
     def loss(self, logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """Cross-entropy, averaged over the pixels that have a class, by the weight of their class."""
         target, weight = self.target(target).long(), self.class_weights
+        if weight is None:
+            weight = torch.ones(logits.shape[1], device=logits.device)
         total = F.cross_entropy(
             logits.float(), target, weight, ignore_index=VOID, reduction="sum", label_smoothing=label_smoothing
         )
-        known = target != VOID
-        count = known.sum() if weight is None else weight[target[known]].sum()
-        return total / count.clamp_min(1e-6)
+        return total / F.pad(weight, (0, 256 - len(weight)))[target].sum().clamp_min(1e-6)
 
     def distil(self, logits: Tensor, teacher: Tensor) -> Tensor:
         """Averaged over all pixels, void ones too: there is something to learn about them."""

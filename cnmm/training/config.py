@@ -69,6 +69,8 @@ class TrainConfig:
     """Temperature of relaxed samples."""
     exit_weights: ExitWeights = "linear"
     """Weight of an exit's loss: proportional to its number (linear: the paper), or equal for all."""
+    exits_per_step: int | None = None
+    """Exits that a step learns from: the last and random others, which then count for those left out; None: all."""
     label_smoothing: float = 0.0
     """Label smoothing."""
     ladder_start: float = 1.0
@@ -108,6 +110,8 @@ class TrainConfig:
     """Of scenes: the least and the greatest random scale, before they are cropped."""
     colour: float = 0.0
     """Of scenes: how much brightness, contrast and saturation may change, as a share."""
+    loss_stride: int = 1
+    """Of scenes: the loss sees every so many-th pixel of every so many-th row; which ones, changes with the steps."""
     class_weights: ClassWeights = "equal"
     """Of scenes: what pixels of a class count, equal, or inverse_log: 1 / ln(1.1 + its share of the pixels)."""
     flip: bool = True
@@ -180,6 +184,7 @@ CHECKS: dict[str, _fields.Check] = {
     "group": _fields.or_null(_fields.whole(1, 10**6)),
     "temperature": _POSITIVE,
     "exit_weights": _fields.one_of(*get_args(ExitWeights)),
+    "exits_per_step": _fields.or_null(_fields.whole(1, 10**6)),
     "label_smoothing": _fields.SHARE,
     "ladder_start": _fields.SHARE,
     "ladder_weight": _WEIGHT,
@@ -199,6 +204,7 @@ CHECKS: dict[str, _fields.Check] = {
     "final_epochs": _fields.whole(0, 10**6),
     "zoom": _fields.list_of(_fields.number(above=0, most=100), 2),
     "colour": _fields.SHARE,
+    "loss_stride": _fields.whole(1, 64),
     "class_weights": _fields.one_of(*get_args(ClassWeights)),
     "flip": _fields.TRUTH,
     "flips": _fields.one_of(*get_args(Flips)),

@@ -5,6 +5,9 @@ Later in a training, the loss of a random operating point is added (`ladder_tuni
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from types import EllipsisType
+
 import torch
 from torch import Tensor
 
@@ -44,8 +47,11 @@ def training_loss(
     mixture's running statistics alone. `answers`: a teacher's logits for the images; `task`: the model's unless told.
     """
     gates, group = draw_gates(model, config, at, len(x))
-    logits = model.forward_exits(x, gates=gates, group=group)
-    last, weights = max(logits), exit_weights(list(logits), config)
+    weights, grid = drawn_exits(model.config.exit_numbers, config, at), pixel_grid(config, at)
+    logits = model.forward_exits(x, gates=gates, group=group, exits=weights)
+    if labels.dim() == 3:  # pixels
+        labels, logits = labels[grid], {exit: score[grid] for exit, score in logits.items()}
+    last = max(logits)
     lesson = Lesson(task or task_of(model.config), config, labels, logits[last].detach(), answers)
     total = torch.zeros((), device=x.device)
     for exit, score in logits.items():
@@ -54,8 +60,16 @@ def training_loss(
     if ladder:
         point = ladder.draw(seeded(config.seed, "ladder", *at))
         score = model(x, point, update_statistics=False)
+        score = score[grid] if labels.dim() == 3 else score
         total = total + config.ladder_weight * lesson.loss(score, 1 - config.ladder_labels)
     return total
+
+
+def pixel_grid(config: TrainConfig, at: tuple[int, int]) -> tuple[EllipsisType, slice, slice]:
+    """Which rows and columns of pixels a step learns from: every `loss_stride`-th, from a random one on."""
+    stride = config.loss_stride
+    first = torch.randint(stride, (2,), generator=seeded(config.seed, "pixels", *at)).tolist()
+    return ..., slice(first[0], None, stride), slice(first[1], None, stride)
 
 
 class Lesson:
@@ -102,7 +116,18 @@ def draw_gates(model: Mixture, config: TrainConfig, at: tuple[int, int], num: in
     return values[images // group], 1
 
 
-def exit_weights(exits: list[int], config: TrainConfig) -> dict[int, float]:
+def drawn_exits(exits: Sequence[int], config: TrainConfig, at: tuple[int, int]) -> dict[int, float]:
+    """The exits that a step learns from, with the weights of their losses: on average, as if it were all of them."""
+    weights, (*early, last) = exit_weights(exits, config), exits
+    num = len(exits) - 1 if config.exits_per_step is None else config.exits_per_step - 1
+    if num >= len(early):
+        return weights
+    order = torch.randperm(len(early), generator=seeded(config.seed, "exits", *at))[:num].tolist()
+    drawn = sorted(early[k] for k in order)
+    return {**{exit: weights[exit] * len(early) / num for exit in drawn}, last: weights[last]}
+
+
+def exit_weights(exits: Iterable[int], config: TrainConfig) -> dict[int, float]:
     """Loss weights of the exits, in proportion to their number (the paper) or equal; their sum is one."""
     raw = {exit: float(exit) if config.exit_weights == "linear" else 1.0 for exit in exits}
     return {exit: weight / sum(raw.values()) for exit, weight in raw.items()}

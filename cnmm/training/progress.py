@@ -46,7 +46,7 @@ class EpochResult:
     """Mean entropy of the gates, in bits."""
     metric: str
     quality: dict[int, float]
-    """By that metric, per exit, on the held-out images; empty if none are held out."""
+    """By that metric, per exit, on the held-out images; empty if none are held out, or it was not measured."""
     gradients: dict[str, float]
     """Root mean square over the steps of the norm of the gradient before clipping: of the stem, every block, ..."""
 
@@ -98,7 +98,7 @@ def epoch_result(
     """Quality of every exit on the held-out images with the running statistics, and the state of the gates."""
     metric = task_of(model.config).check_metric()
     quality: dict[int, float] = {}
-    if len(held_out):
+    if len(held_out) and is_measured(data, config, epoch):
         exits = evaluate_exits(model, images.batches(data.train, held_out), metric=metric)
         quality = {exit: found.value for exit, found in exits.items()}
         meter.last = time.monotonic()
@@ -112,6 +112,11 @@ def epoch_result(
         quality=quality,
         gradients=meter.gradients.means(),
     )
+
+
+def is_measured(data: DataSet, config: TrainConfig, epoch: int) -> bool:
+    """Is quality measured after this epoch? Whole scenes are dear: only after every twentieth part of the training."""
+    return not data.palette or (epoch + 1) % max(1, config.epochs // 20) == 0 or epoch + 1 == config.epochs
 
 
 def gate_entropy(model: Mixture) -> float:

@@ -127,6 +127,8 @@ def street() -> TrainConfig:
         zoom=(0.75, 2.0),
         colour=0.3,
         class_weights="inverse_log",
+        loss_stride=2,
+        exits_per_step=2,
         flips="random",
     )
 
