@@ -108,7 +108,7 @@ class Run:
         self.about: dict[str, Any] = read_config(folder)
         self.evaluation: Evaluation | None = None
         """What a training has measured at its end."""
-        self._spec: str | None = data or self.about.get("data", {}).get("spec")
+        self._data = data
 
     # What it has
 
@@ -135,7 +135,16 @@ class Run:
     @cached_property
     def images(self) -> RunImages:
         """The images that it was trained on, held out, and is tested on."""
-        return RunImages(self.folder, self._spec, self.model.config, self.preprocessing, self.config)
+        about = self.about.get("data", {})
+        return RunImages(
+            self.folder,
+            self._data or about.get("spec"),
+            self.model.config,
+            self.preprocessing,
+            self.config,
+            given=self._data is not None,
+            skip_bad=bool(about.get("skip_bad")),
+        )
 
     @cached_property
     def frontier(self) -> Frontier:

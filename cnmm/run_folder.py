@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,9 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
+_MEASURED = ("frontier.*", "statistics*.safetensors", "orders.json", "latency.json", "report.html")
+_WRITTEN = ("checkpoints", "log.jsonl", "held_out.json", "teacher.safetensors", WEIGHTS_FILE, CONFIG_FILE)
+"""What a run folder may hold: of a frontier, and of a training; config.json, by which it is known, goes last."""
 _MOST_LOG = 2**30
 _NOT_THE_SAME = "the two files are not of the same model"
 
@@ -44,6 +48,7 @@ _SECTIONS: dict[str, _fields.Check] = {
     "data": _fields.OBJECT,
     "slim": _fields.OBJECT,
     "init": _fields.PATH,
+    "epochs_before": _fields.list_of(_fields.COUNT),
 }
 """Of config.json: the model, and what else is there; more may be beside them."""
 _DATA: dict[str, _fields.Check] = {
@@ -72,23 +77,70 @@ def save_weights(model: Mixture, folder: str | Path) -> None:
     write_atomically(Path(folder) / WEIGHTS_FILE, to_bytes(model.state_dict()))
 
 
-def start_run(folder: str | Path, model: Mixture, *, resume: bool, **about: Any) -> None:
-    """Makes a new run folder, or checks that an old one holds the same run."""
-    path = Path(folder) / CONFIG_FILE
+def has_steps(folder: str | Path) -> bool:
+    """Does a run folder hold anything that was trained? If not, nothing is lost by starting anew."""
+    folder = Path(folder)
+    return (folder / WEIGHTS_FILE).exists() or any((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _clear(folder: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def start_run(
+    folder: str | Path,
+    model: Mixture,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+    **about: Any,
+) -> None:
+    """Makes a new run folder, or checks that an old one holds the same run. `about` is what config.json says.
+
+    A run may go on for more epochs than it was begun with: then what was measured of it is removed. `defaults`: of
+    options of the training that a run from before them does not name.
+    """
+    folder = Path(folder)
     config = json.loads(json.dumps({"format_version": FORMAT_VERSION, "model": model.config.to_dict(), **about}))
-    if not path.exists():
-        if resume:
-            raise UserError(f"{folder}: nothing to resume ({CONFIG_FILE} is missing); remove --resume to start")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_json(path, config)
+    if has_steps(folder) and not overwrite:
+        if not resume:
+            raise UserError(
+                f"{folder} already holds a run; go on with --resume, replace it with --overwrite, "
+                "or choose another folder with --out"
+            )
+        _go_on(folder, config, defaults or {})
         return
-    if not resume:
-        raise UserError(f"{folder} already holds a run; go on with --resume, or choose another folder with --out")
+    if (folder / CONFIG_FILE).exists() or has_steps(folder):
+        if "slim" in read_config(folder):
+            raise UserError(f"{folder} holds a slim network, not a run; choose another folder with --out")
+        _clear(folder, *_MEASURED, *(["README.md"] if overwrite else []), *_WRITTEN)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG_FILE, config)
+
+
+def _go_on(folder: Path, config: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Checks that a run folder holds this run; with more epochs than before, it says so from now on."""
     found = read_config(folder)
+    for name in config.get("train", {}).keys() - found.get("train", {}).keys() & defaults.keys():
+        found.get("train", {})[name] = defaults[name]
+    before, now = (each.get("train", {}).get("epochs") for each in (found, config))
+    longer = isinstance(before, int) and isinstance(now, int) and now > before
+    if longer:
+        found["train"]["epochs"] = now
     for part in config:
         if found.get(part) != config[part]:
             field = _first_difference(found.get(part), config[part])
             raise UserError(f"{folder} holds another run: {part}{field}; use the same options, or another --out")
+    if longer:
+        if not any((folder / CHECKPOINTS).glob("step-*")):
+            raise UserError(
+                f"{folder}: it has no checkpoint to go on from; start another run from its weights: --init {folder}"
+            )
+        _clear(folder, *_MEASURED)
+        write_json(folder / CONFIG_FILE, {**found, "epochs_before": [*found.get("epochs_before", []), before]})
 
 
 def _first_difference(old: Any, new: Any) -> str:

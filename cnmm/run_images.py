@@ -16,9 +16,11 @@ from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.data import DataSet, Split, divide, hold_out, open_data
+from cnmm.data.classes import in_order
 from cnmm.data.dataset import Images as Pixels
 from cnmm.data.dataset import Labels
 from cnmm.evaluation.batches import Batches, Reread
+from cnmm.run_held_out import HeldOut, load_held_out
 from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
 from cnmm.training.scene_batches import make_images
@@ -39,18 +41,29 @@ class RunImages:
         model: MixtureConfig,
         preprocessing: Preprocessing,
         config: TrainConfig,
+        *,
+        given: bool = False,
+        skip_bad: bool = False,
     ) -> None:
-        """`spec`: where they are; `folder`: of the run, for messages."""
+        """`spec`: where they are; `given`: now, by the user. `skip_bad`: without those that cannot be read."""
         self.folder, self.spec, self.model, self.preprocessing, self.config = folder, spec, model, preprocessing, config
+        self.given, self.skip_bad = given, skip_bad
 
     @cached_property
     def data(self) -> DataSet:
         """The data set, with the run's own mean and standard deviation."""
         if self.spec is None:
             raise UserError(f"{self.folder} does not say what it was trained on; use --data, for example cifar10:DIR")
-        data = open_data(self.spec, size=self.model.input_size)
-        if len(data.classes) != self.model.num_classes:
-            raise UserError(f"{self.spec} has {len(data.classes)} classes, {self.folder} has {self.model.num_classes}")
+        remembered = None if self._held_out is None else self._held_out.test_names
+        try:
+            data = open_data(self.spec, size=self.model.input_size, skip_bad=self.skip_bad, test=remembered)
+        except (OSError, UserError) as error:
+            if self.given:
+                raise
+            kind = self.spec.partition(":")[0] if ":" in self.spec else "folder"
+            hint = f"{self.folder} was trained on {self.spec!r}; where its images are now, say with --data {kind}:DIR"
+            raise UserError(f"{' '.join(str(error).split())} ({hint})") from None
+        data = in_order(data, self.preprocessing.classes, str(self.folder))
         return dataclasses.replace(data, mean=self.preprocessing.mean, std=self.preprocessing.std)
 
     @cached_property
@@ -60,7 +73,14 @@ class RunImages:
 
     @cached_property
     def _parts(self) -> tuple[np.ndarray, np.ndarray]:
-        return divide(self.data, self.config.val, self.config.seed)
+        if self._held_out is None:  # of a run from before it was remembered
+            return divide(self.data, self.config.val, self.config.seed)
+        held = self._held_out.validation_of(self.data)
+        return np.setdiff1d(np.arange(len(self.data.train)), held, assume_unique=True), held
+
+    @cached_property
+    def _held_out(self) -> HeldOut | None:
+        return load_held_out(self.folder)
 
     @property
     def num_held_out(self) -> int:
@@ -68,8 +88,8 @@ class RunImages:
 
     def identity(self) -> str:
         """Tells other images from these, and other ones held out."""
-        parts = self.data.train.labels, self._parts[1]
-        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
+        held = hashlib.sha256(self._parts[1].tobytes()).hexdigest()
+        return f"{self.data.fingerprint} {held}"
 
     def split(self, name: str) -> tuple[Split, np.ndarray]:
         """The images of "validation" or "test", and which of them."""
@@ -78,8 +98,15 @@ class RunImages:
                 raise UserError("split 'validation': no images were held out (val=0); use --split test")
             return self.data.train, self._parts[1]
         if name == "test" and self.data.test is not None:
-            return self.data.test, np.arange(len(self.data.test))
+            return self.data.test, self._tested
         raise UserError(f"split {name!r}: must be test (if {self.spec} has one) or validation")
+
+    @cached_property
+    def _tested(self) -> np.ndarray:
+        assert self.data.test is not None
+        if self._held_out is None:
+            return np.arange(len(self.data.test))
+        return self._held_out.test_of(self.data, self.data.test)
 
     def measured(self, num: int | None = None) -> tuple[str, Split, np.ndarray]:
         """What points are chosen on: the name of the split, its images, and which of them, at most `num`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 
 from cnmm import distributed
 from cnmm._errors import UserError
-from cnmm._files import write_atomically
+from cnmm._files import sweep, write_atomically
+from cnmm._lock import locked
 from cnmm._machine import keep_freed_memory
 from cnmm.config import VARIANT, MixtureConfig
 from cnmm.data import DataSet, open_data, suggest_model
 from cnmm.mixture import Mixture
 from cnmm.run import Run
-from cnmm.run_folder import is_run, load, start_run
-from cnmm.training.batches import use_bfloat16
+from cnmm.run_folder import has_steps, is_run, load, read_config, start_run
+from cnmm.run_held_out import load_held_out, save_held_out
+from cnmm.training.batches import FEWEST_STEPS, fitting_batch, steps_per_epoch, use_bfloat16
 from cnmm.training.config import TrainConfig
 from cnmm.training.loop import train as run_loop
 from cnmm.training.progress import EpochResult, Progress
@@ -39,6 +42,7 @@ def train(
     recipe: str = "quick",
     init: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     skip_bad: bool = False,
     on_step: Callable[[Progress], None] = lambda progress: None,
     on_epoch: Callable[[EpochResult], None] = lambda result: None,
@@ -50,45 +54,94 @@ def train(
     `data` is `cifar10:DIR`, `folder:DIR`, ...; `model` a name of the zoo, one that fits the images unless told.
     `fields` override those of the recipe (`epochs=5, seed=1`, see `TrainConfig`) and of the model (`exits="last"` is
     CNMM-single, `mixing="sum"` the deterministic variant, `blocks=12`, see `MixtureConfig`). `init` starts from the
-    weights of a trained run. `resume` goes on with the run in `out`, to the same weights bit by bit.
+    weights of a trained run. `resume` goes on with the run in `out`, to the same weights bit by bit, or for more
+    `epochs` than it was begun with; where there is nothing to go on from, it starts. `overwrite` replaces a run.
     """
     keep_freed_memory()
+    out = Path(out)
     variant = {name: fields.pop(name) for name in VARIANT if name in fields}
     config = find_recipe(recipe, **fields)
+    if resume and overwrite:
+        raise UserError("resume goes on with a run, overwrite starts it anew: give only one of them")
     distributed.start(config.device)
     first = distributed.rank() == 0  # it speaks and writes for all
-    narrow = use_bfloat16(config.precision, distributed.pick_device(config.device))
-    config = dataclasses.replace(config, precision="bfloat16" if narrow else "float32")  # a run is one or the other
-    images = open_data(data, skip_bad=skip_bad)
+    with reserved(out) if first else nullcontext():
+        images = _open_images(data, out, skip_bad=skip_bad, resume=resume)
+        config = _fitted(config, images, fields)
+        torch.manual_seed(config.seed)
+        if init:  # trained weights are not to be replaced
+            config = dataclasses.replace(config, stem_init="random")
+            mixture = _initial(init, model, images, variant)
+        else:
+            mixture = _new_model(model, images, recipe_variant(recipe) | variant)
+        going_on = resume or distributed.restarted()
+        if config.teacher and not (going_on and (out / ANSWERS_FILE).exists()):
+            open_teacher(config.teacher, images)  # if it does not fit, before anything is written
+        about = {"data": describe_data(images), **({"init": str(init)} if init else {})}
+        going_on = _start(out, mixture, images, config, about, resume=going_on, overwrite=overwrite)
+        run_loop(
+            mixture,
+            images,
+            config,
+            out,
+            resume=going_on,
+            on_step=on_step if first else lambda progress: None,
+            on_epoch=on_epoch,
+            should_stop=should_stop,
+        )
+        distributed.end()
+        return _finished(Run(out, data=data), "validation" if images.test is None else "test", first=first)
+
+
+def _finished(run: Run, split: str, *, first: bool) -> Run:
+    """Process 0 measures the result and writes its card."""
+    if first:
+        run.evaluation = run.evaluate(split=split)
+        write_atomically(run.folder / "README.md", run.card(run.evaluation).encode())
+    return run
+
+
+@contextmanager
+def reserved(out: Path) -> Iterator[None]:
+    """No other process trains into this folder meanwhile. A folder that is still empty in the end was never there."""
+    new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    sweep(out)
+    try:
+        with locked(out, "cnmm train"):
+            yield
+    finally:
+        if new and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _open_images(data: str, out: Path, *, skip_bad: bool, resume: bool) -> DataSet:
+    """The images of a new run; or of an old one, without those that it has skipped, and with its own test images."""
+    remembered = load_held_out(out) if resume else None
+    if resume and is_run(out):
+        skip_bad = skip_bad or bool(read_config(out).get("data", {}).get("skip_bad"))
+    images = open_data(data, skip_bad=skip_bad, test=None if remembered is None else remembered.test_names)
     for name in images.skipped:
         logger.warning("skipped %s: cannot be read", name)
-    config = dataclasses.replace(config, val=_num_held_out(images, config, asked="val" in fields))
-    if init:  # trained weights are not to be replaced
-        config = dataclasses.replace(config, stem_init="random")
-    torch.manual_seed(config.seed)
-    mixture = (
-        _initial(init, model, images, variant) if init else _new_model(model, images, recipe_variant(recipe) | variant)
-    )
-    going_on = resume or distributed.restarted()
-    if config.teacher and not (going_on and (Path(out) / ANSWERS_FILE).exists()):
-        open_teacher(config.teacher, images)  # if it does not fit, before anything is written
-    _start(Path(out), mixture, images, config, init, resume=resume or (going_on and is_run(out)))
-    run_loop(
-        mixture,
-        images,
-        config,
-        Path(out),
-        resume=going_on,
-        on_step=on_step if first else lambda progress: None,
-        on_epoch=on_epoch,
-        should_stop=should_stop,
-    )
-    distributed.end()
-    run = Run(out, data=data)
-    if first:
-        run.evaluation = run.evaluate(split="validation" if images.test is None else "test")
-        write_atomically(Path(out) / "README.md", run.card(run.evaluation).encode())
-    return run
+    if remembered is not None and has_steps(out):
+        remembered.check_same(images)
+        before = read_config(out).get("data", {})  # they may have moved
+        images = dataclasses.replace(images, **{name: before[name] for name in ("spec", "name") if name in before})
+    return dataclasses.replace(images, skip_bad=skip_bad)
+
+
+def _fitted(config: TrainConfig, images: DataSet, given: Mapping[str, Any]) -> TrainConfig:
+    """The recipe for these images on this machine: nothing that was given is changed."""
+    narrow = use_bfloat16(config.precision, distributed.pick_device(config.device))
+    config = dataclasses.replace(config, precision="bfloat16" if narrow else "float32")  # a run is one or the other
+    config = dataclasses.replace(config, val=_num_held_out(images, config, asked="val" in given))
+    num = len(images.train) - config.val
+    if "batch_size" not in given and num < FEWEST_STEPS * config.batch_size:
+        size = fitting_batch(num, config.batch_size)
+        logger.info("batch size %d: there are only %s training images", size, f"{num:,}")
+        config = dataclasses.replace(config, batch_size=size)
+    steps_per_epoch(config, num)  # an error comes before anything is written
+    return config
 
 
 def _num_held_out(data: DataSet, config: TrainConfig, *, asked: bool) -> int:
@@ -99,19 +152,31 @@ def _num_held_out(data: DataSet, config: TrainConfig, *, asked: bool) -> int:
 
 
 def _start(
-    out: Path, model: Mixture, data: DataSet, config: TrainConfig, init: str | Path | None, *, resume: bool
-) -> None:
-    """Process 0 makes the run folder, or checks it; the others wait for it."""
+    out: Path,
+    model: Mixture,
+    data: DataSet,
+    config: TrainConfig,
+    about: dict[str, Any],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> bool:
+    """Process 0 makes the run folder, or checks it; the others wait for it. Is there something to go on from?"""
     if distributed.rank() == 0:
-        about = {"data": describe_data(data), **({"init": str(init)} if init else {})}
-        start_run(out, model, resume=resume, train=config.to_dict(), **about)
+        defaults = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
+        start_run(out, model, resume=resume, overwrite=overwrite, defaults=defaults, train=config.to_dict(), **about)
+        if not has_steps(out):
+            save_held_out(out, data, config.val, config.seed)
+            if resume:
+                logger.info("%s holds nothing to resume: starting", out)
     distributed.wait()
+    return has_steps(out)
 
 
 def describe_data(data: DataSet) -> dict[str, Any]:
     """What config.json says of the data."""
-    fields = ("name", "spec", "classes", "mean", "std", "size", *(["palette"] if data.palette else []))
-    return {field: getattr(data, field) for field in fields}
+    optional = [name for name in ("palette", "skip_bad") if getattr(data, name)]
+    return {field: getattr(data, field) for field in ("name", "spec", "classes", "mean", "std", "size", *optional)}
 
 
 def _new_model(name: str | None, data: DataSet, variant: dict[str, Any]) -> Mixture:

@@ -5,6 +5,7 @@ They are shared. A test that writes into one of them copies it first, with the f
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import numpy as np
@@ -22,6 +23,20 @@ def quiet_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("CNMM_DEBUG", raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def said():
+    """What the library says meanwhile, line by line."""
+    lines, logger = [], logging.getLogger("cnmm")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

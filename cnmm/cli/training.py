@@ -26,8 +26,8 @@ class Train:
     """Train a mixture on your images; Ctrl-C saves, and --resume continues to the same result."""
 
     data: DataName
-    """cifar10:DIR, cifar100:DIR, folder:DIR, fashion:DIR or fashion (the embedded sample); pixels are labelled in
-    camvid:DIR, cityscapes:DIR and masks:DIR."""
+    """A folder of images; cifar10:DIR, cifar100:DIR, fashion:DIR or fashion (the embedded sample); pixels are labelled
+    in camvid:DIR, cityscapes:DIR and masks:DIR."""
     out: Annotated[Path, arg(aliases=["-o"], metavar="RUN")]
     """The run folder to write."""
     model: Annotated[str | None, arg(help_behavior_hint="(default: fits the images)")] = None
@@ -38,7 +38,9 @@ class Train:
     init: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="(default: train from scratch)")] = None
     """Start from the weights of a trained run; its classes may differ."""
     resume: Annotated[bool, NO_HINT] = False
-    """Continue the run in --out from its last checkpoint."""
+    """Continue the run in --out from its last checkpoint; with a larger --epochs, beyond its end."""
+    overwrite: Annotated[bool, NO_HINT] = False
+    """Replace the run in --out."""
     skip_bad: Annotated[bool, NO_HINT] = False
     """Leave out images that cannot be read."""
     training: Annotated[Flags, arg(constructor_factory=training_flags)]
@@ -62,6 +64,7 @@ class Train:
                 recipe=self.recipe,
                 init=self.init,
                 resume=self.resume,
+                overwrite=self.overwrite,
                 skip_bad=self.skip_bad,
                 on_step=bar.step,
                 on_epoch=bar.epoch,

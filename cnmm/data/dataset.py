@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -39,6 +40,8 @@ class ArraySplit:
 
     images: Images
     labels: Labels
+    paths: tuple[Path, ...] = ()
+    """The files that they were read from, if each has one of its own."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,6 +73,14 @@ class DataSet:
     """Images of `train` that the set itself holds out for validation; none: they are drawn by seed."""
     skipped: tuple[str, ...] = ()
     """Files that could not be read and were left out."""
+    skip_bad: bool = False
+    """Are files that cannot be read left out?"""
+    root: Path | None = None
+    """The folder that its files are in; none where images have no files of their own."""
+    drawn_test: bool = False
+    """Were the test images drawn from the same images as the training images?"""
+    fingerprint: str = ""
+    """Differs where training images (and drawn test images) do; empty where nobody knows."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name) or "images")
@@ -135,19 +146,19 @@ def hold_out(labels: Labels, num: int, seed: int) -> tuple[npt.NDArray[np.int64]
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     rng = np.random.default_rng(seed)
     held = [
-        rng.permutation(np.flatnonzero(inverse == c))[:quota] for c, quota in enumerate(_quotas(counts, num).tolist())
+        rng.permutation(np.flatnonzero(inverse == c))[:quota] for c, quota in enumerate(quotas(counts, num).tolist())
     ]
     validation = np.sort(np.concatenate(held))
     return np.setdiff1d(np.arange(len(labels)), validation, assume_unique=True), validation
 
 
-def _quotas(counts: npt.NDArray[np.int64], num: int) -> npt.NDArray[np.int64]:
+def quotas(counts: npt.NDArray[np.int64], num: int) -> npt.NDArray[np.int64]:
     """`num` divided among the classes in proportion to `counts`, by largest remainder."""
     exact = num * counts
-    quotas: npt.NDArray[np.int64] = exact // counts.sum()
+    shares: npt.NDArray[np.int64] = exact // counts.sum()
     most = counts - 1 if num <= (counts - 1).sum() else counts
     by_remainder = np.argsort(-(exact % counts.sum()), kind="stable")
-    while quotas.sum() < num:
-        open_classes = by_remainder[quotas[by_remainder] < most[by_remainder]]
-        quotas[open_classes[: num - quotas.sum()]] += 1
-    return quotas
+    while shares.sum() < num:
+        open_classes = by_remainder[shares[by_remainder] < most[by_remainder]]
+        shares[open_classes[: num - shares.sum()]] += 1
+    return shares

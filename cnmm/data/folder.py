@@ -1,12 +1,14 @@
-"""A folder of image files: `train/CLASS/*.jpg`, and `test/` or `val/` of the same form.
+"""A folder of image files: `train/CLASS/*.jpg`, and `test/` or `val/` of the same form; or plainly `CLASS/*.jpg`.
 
-Images may have any size and any form that Pillow reads. Hidden files and files with other suffixes are ignored, and
-folders inside a class folder belong to the class.
+Of a plain folder, a fifth of every class is drawn for testing, by the names of the files: always the same ones, also
+when others are added, and whatever the seed of a training is. Images may have any size and any form that Pillow reads.
+Hidden files and files with other suffixes are ignored, and folders inside a class folder belong to the class.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cnmm._errors import UserError
-from cnmm.data.dataset import ArraySplit, Images, Labels, Split, sample_indices
+from cnmm.data.dataset import ArraySplit, Images, Labels, Split, quotas, sample_indices
+from cnmm.data.identity import drawn, relative_name
 from cnmm.data.images import IMAGE_SUFFIXES, FileSplit, Progress, decode_image, in_threads, shorter_side
 
-LAYOUT = "the layout is train/CLASS/IMAGE and, where there are test images, test/CLASS/IMAGE or val/CLASS/IMAGE"
+LAYOUT = "the layout is CLASS/IMAGE, or train/CLASS/IMAGE and test/CLASS/IMAGE or val/CLASS/IMAGE"
+TEST_SHARE = 0.2
+"""Of the images of a plain folder."""
 SMALL_SIDE, LARGE_SIDE = 48, 160
 """Up to the one, images are small (32x32); from the other on, they are photos (224x224)."""
 NUM_FOR_SIZE = 200
@@ -33,6 +38,8 @@ class FolderContent:
     test: Split | None
     size: tuple[int, int]
     skipped: tuple[str, ...]
+    drawn_test: bool
+    """Were the test images drawn from a plain folder?"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +49,28 @@ class _Listing:
     folder: Path
     paths: tuple[Path, ...]
     labels: Labels
+    whole: bool = True
+    """Must it have images of every class?"""
+
+    def part(self, chosen: npt.NDArray[np.bool_], *, whole: bool) -> _Listing:
+        paths = tuple(self.paths[index] for index in np.flatnonzero(chosen))
+        return _Listing(self.folder, paths, self.labels[chosen], whole)
 
 
 def read_folder(
-    folder: Path, size: tuple[int, int] | None, *, skip_bad: bool, memory_limit: int, progress: Progress | None
+    folder: Path,
+    size: tuple[int, int] | None,
+    *,
+    skip_bad: bool,
+    memory_limit: int,
+    progress: Progress | None,
+    test: Container[str] | None = None,
 ) -> FolderContent:
-    """Opens the splits; their images are kept in memory if all of them together fit into `memory_limit` bytes."""
-    classes, listings = _list_folder(folder)
+    """Opens the splits; their images are kept in memory if all of them together fit into `memory_limit` bytes.
+
+    `test`: names of the test images of a plain folder, where they were drawn before.
+    """
+    classes, listings = _list_folder(folder, test)
     size = size or _choose_size(listings[0].paths, skip_bad)
     paths = [path for listing in listings for path in listing.paths]
     in_memory = len(paths) * size[0] * size[1] * 3 <= memory_limit
@@ -57,13 +79,15 @@ def read_folder(
     for listing in listings:
         part = slice(start, start := start + len(listing.paths))
         splits.append(_make_split(listing, size, images if images is None else images[part], good[part]))
-        _check_no_class_is_empty(listing.folder, classes, splits[-1].labels, "has no image that can be read")
+        if listing.whole:
+            _check_no_class_is_empty(listing.folder, classes, splits[-1].labels, "has no image that can be read")
     return FolderContent(
         classes=classes,
         train=splits[0],
         test=splits[1] if len(splits) > 1 else None,
         size=size,
         skipped=tuple(str(paths[index]) for index in np.flatnonzero(~good)),
+        drawn_test=listings[0].folder == folder,
     )
 
 
@@ -74,20 +98,35 @@ def size_for(side: float) -> tuple[int, int]:
     return (128, 128) if side < LARGE_SIDE else (224, 224)
 
 
-def _list_folder(folder: Path) -> tuple[tuple[str, ...], list[_Listing]]:
+def _list_folder(folder: Path, test: Container[str] | None) -> tuple[tuple[str, ...], list[_Listing]]:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; {LAYOUT}")
-    if not (folder / "train").is_dir():
-        raise UserError(f"{folder} has no folder train/; {LAYOUT}")
-    classes = _class_names(folder / "train")
+    other = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    plain = not (folder / "train").is_dir()
+    if plain and other:
+        raise UserError(f"{folder} has {other.name}/ but no folder train/; {LAYOUT}")
+    place = folder if plain else folder / "train"
+    classes = _class_names(place)
     if len(classes) < 2:
-        raise UserError(f"{folder / 'train'} has {len(classes)} class folders, must be at least 2; {LAYOUT}")
-    listings = [_list_split(folder / "train", classes)]
-    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
-    if test:
-        _check_same_classes(test, classes)
-        listings.append(_list_split(test, classes))
+        raise UserError(f"{place} has {len(classes)} class folders, must be at least 2; {LAYOUT}")
+    listings = [_list_split(place, classes)]
+    if plain:
+        return classes, _drawn(listings[0], len(classes), test)
+    if other:
+        _check_same_classes(other, classes)
+        listings.append(_list_split(other, classes))
     return classes, listings
+
+
+def _drawn(listing: _Listing, num_classes: int, test: Container[str] | None) -> list[_Listing]:
+    """A plain folder as two listings: images for training and for testing, those that are named or drawn now."""
+    names = [relative_name(path, listing.folder) for path in listing.paths]
+    if test is not None:
+        chosen = np.array([name in test for name in names])
+    else:
+        counts = np.bincount(listing.labels, minlength=num_classes)
+        chosen = drawn(names, listing.labels, quotas(counts, round(TEST_SHARE * len(names))))
+    return [listing.part(~chosen, whole=True), *([listing.part(chosen, whole=False)] if chosen.any() else [])]
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
@@ -168,6 +207,7 @@ def _scan(
 
 def _make_split(listing: _Listing, size: tuple[int, int], images: Images | None, good: npt.NDArray[np.bool_]) -> Split:
     labels = listing.labels[good]
+    paths = tuple(listing.paths[index] for index in np.flatnonzero(good))
     if images is not None:
-        return ArraySplit(images if good.all() else images[good], labels)
-    return FileSplit(tuple(listing.paths[index] for index in np.flatnonzero(good)), labels, size)
+        return ArraySplit(images if good.all() else images[good], labels, paths)
+    return FileSplit(paths, labels, size)

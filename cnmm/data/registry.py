@@ -6,7 +6,7 @@ A kind of data set is a function with the decorator `register_data`; its first a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from cnmm.data.cifar import read_cifar
 from cnmm.data.dataset import ArraySplit, DataSet, channel_statistics
 from cnmm.data.fashion import FASHION_CLASSES, fashion_sample, read_fashion
 from cnmm.data.folder import SMALL_SIDE, read_folder
+from cnmm.data.identity import fingerprint_of_arrays, fingerprint_of_files, paths_of
 from cnmm.data.images import Progress, fit_images
 from cnmm.data.masks import ClassNames
 from cnmm.data.scenes import open_scenes
@@ -42,6 +43,7 @@ class Request:
     skip_bad: bool
     memory_limit: int
     progress: Progress | None
+    test: Container[str] | None
 
 
 Opener = Callable[[Path | None, Request], DataSet]
@@ -71,20 +73,25 @@ def open_data(
     skip_bad: bool = False,
     memory_limit: int = MEMORY_LIMIT,
     progress: Progress | None = None,
+    test: Container[str] | None = None,
 ) -> DataSet:
     """Opens `cifar10:DIR`, `cifar100:DIR`, `folder:DIR`, `fashion:DIR` or `fashion`, the embedded sample.
 
-    Scenes, whose pixels are labelled: `camvid:DIR`, `cityscapes:DIR`, `masks:DIR`.
+    Scenes, whose pixels are labelled: `camvid:DIR`, `cityscapes:DIR`, `masks:DIR`. The path of a folder alone means
+    `folder:DIR`.
 
     `size` is height and width; without it CIFAR and Fashion-MNIST keep theirs, and a folder gets one that suits its
     images. Scenes keep their ratio: they are shrunk to its longer side. Images of a folder that need more than
     `memory_limit` bytes stay on disk. `skip_bad` leaves out image files that cannot be read, and lists them in
-    `skipped`. `progress` is called with (done, total) while a folder is read.
+    `skipped`. `progress` is called with (done, total) while a folder is read. `test`: names of the test images of a
+    plain folder, where they were drawn before.
     """
     opener, folder = _parse(spec)
     size = None if size is None else _checked(size)
-    request = Request(spec=spec, size=size, skip_bad=skip_bad, memory_limit=memory_limit, progress=progress)
-    return opener(folder, request)
+    return opener(
+        folder,
+        Request(spec=spec, size=size, skip_bad=skip_bad, memory_limit=memory_limit, progress=progress, test=test),
+    )
 
 
 def suggest_model(dataset: DataSet) -> tuple[str, tuple[int, int], str]:
@@ -110,8 +117,9 @@ def _parse(spec: str) -> tuple[Opener, Path | None]:
         return _KINDS[kind][0], Path(folder).expanduser()
     if kind in _KINDS and spec in _KINDS[kind][1]:
         return _KINDS[kind][0], None
-    hint = f"; for a folder of images: folder:{spec}" if Path(spec).is_dir() else ""
-    raise UserError(f"unknown data {spec!r}: must be one of {', '.join(spellings())}{hint}")
+    if spec and Path(spec).expanduser().is_dir():
+        return _folder, Path(spec).expanduser()
+    raise UserError(f"unknown data {spec!r}: must be a folder of images, or one of {', '.join(spellings())}")
 
 
 @register_data("cifar10")
@@ -135,7 +143,11 @@ def _folder(folder: Path | None, request: Request) -> DataSet:
         skip_bad=request.skip_bad,
         memory_limit=request.memory_limit,
         progress=request.progress,
+        test=request.test,
     )
+    paths = [
+        path for split in (content.train, *([content.test] if content.drawn_test else [])) for path in paths_of(split)
+    ]
     mean, std = channel_statistics(content.train)
     return DataSet(
         name=folder.resolve().name,
@@ -148,6 +160,9 @@ def _folder(folder: Path | None, request: Request) -> DataSet:
         size=content.size,
         in_chans=3,
         skipped=content.skipped,
+        root=folder,
+        drawn_test=content.drawn_test,
+        fingerprint=fingerprint_of_files(folder, paths),
     )
 
 
@@ -162,22 +177,24 @@ def _fashion(folder: Path | None, request: Request) -> DataSet:
 @register_data("camvid")
 def _camvid(folder: Path | None, request: Request) -> DataSet:
     assert folder is not None
-    return _scenes("camvid", request, CAMVID_CLASSES, camvid_files(folder), CAMVID_SIZE)
+    return _scenes("camvid", folder, request, CAMVID_CLASSES, camvid_files(folder), CAMVID_SIZE)
 
 
 @register_data("cityscapes")
 def _cityscapes(folder: Path | None, request: Request) -> DataSet:
     assert folder is not None
-    return _scenes("cityscapes", request, CITYSCAPES_CLASSES, cityscapes_files(folder), CITYSCAPES_SIZE)
+    return _scenes("cityscapes", folder, request, CITYSCAPES_CLASSES, cityscapes_files(folder), CITYSCAPES_SIZE)
 
 
 @register_data("masks")
 def _masks(folder: Path | None, request: Request) -> DataSet:
     assert folder is not None
-    return _scenes(folder.resolve().name, request, *own_files(folder), None)
+    return _scenes(folder.resolve().name, folder, request, *own_files(folder), None)
 
 
-def _scenes(name: str, request: Request, classes: ClassNames, splits: Splits, usual: tuple[int, int] | None) -> DataSet:
+def _scenes(
+    name: str, root: Path, request: Request, classes: ClassNames, splits: Splits, usual: tuple[int, int] | None
+) -> DataSet:
     """Scenes at the size that was asked for, or that is usual."""
     _warn_of_skip_bad(request)
     return open_scenes(
@@ -185,6 +202,7 @@ def _scenes(name: str, request: Request, classes: ClassNames, splits: Splits, us
         request.spec,
         classes,
         splits,
+        root=root,
         size=request.size or usual,
         memory_limit=request.memory_limit,
         progress=request.progress,
@@ -208,6 +226,7 @@ def _in_memory(name: str, request: Request, classes: tuple[str, ...], train: Arr
             f"{request.spec} at {size[0]}x{size[1]} takes {needed:,} bytes, more than "
             f"memory_limit={request.memory_limit:,}; use a smaller size or a larger limit"
         )
+    fingerprint = fingerprint_of_arrays(train)
     train, test = (ArraySplit(fit_images(split.images, size), split.labels) for split in (train, test))
     mean, std = channel_statistics(train)
     return DataSet(
@@ -220,4 +239,5 @@ def _in_memory(name: str, request: Request, classes: tuple[str, ...], train: Arr
         std=std,
         size=size,
         in_chans=in_chans,
+        fingerprint=fingerprint,
     )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cnmm._errors import UserError
 from cnmm.data.dataset import DataSet, Images, Indices, Labels, histograms, moments, sample_indices
+from cnmm.data.identity import fingerprint_of_files
 from cnmm.data.images import Progress, decode_shrunk, image_size, in_threads, opened, shrunk_size
 from cnmm.data.masks import ClassNames, Mask, MaskRule, decode_mask
 
@@ -64,6 +65,8 @@ class _Split:
 
     sizes: Sizes
     mask_sizes: Sizes
+    paths: tuple[Path, ...] = ()
+    """The files of the images."""
 
     @property
     def labels(self) -> Labels:
@@ -142,11 +145,12 @@ def open_scenes(
     classes: ClassNames,
     splits: Mapping[str, Sequence[Pair]],
     *,
+    root: Path,
     size: tuple[int, int] | None,
     memory_limit: int,
     progress: Progress | None,
 ) -> DataSet:
-    """A data set of scenes from its files: "train", and if there are such, "val" and "test".
+    """A data set of scenes from its files in a folder: "train", and if there are such, "val" and "test".
 
     Validation images of its own are held out of the training; alone, without test images, they are the test images.
     """
@@ -171,6 +175,8 @@ def open_scenes(
         in_chans=3,
         palette=classes.palette,
         held_out=tuple(range(len(splits["train"]), len(training))),
+        root=root,
+        fingerprint=fingerprint_of_files(root, [path for pair in training for path in pair]),
     )
 
 
@@ -211,9 +217,13 @@ class _Content:
         in_threads(decode, len(pairs), progress=self.progress)
 
     def split(self, start: int, stop: int) -> ArrayScenes | FileScenes:
+        split: ArrayScenes | FileScenes
         if self.scenes:
-            return ArrayScenes([scene for scene in self.scenes[start:stop] if scene is not None])
-        return FileScenes(self.pairs[start:stop], self.rule, self.longest, self.sizes[start:stop])
+            split = ArrayScenes([scene for scene in self.scenes[start:stop] if scene is not None])
+        else:
+            split = FileScenes(self.pairs[start:stop], self.rule, self.longest, self.sizes[start:stop])
+        split.paths = tuple(pair.image for pair in self.pairs[start:stop])
+        return split
 
 
 def _shrunk_sizes(sizes: Sizes, longest: int) -> Sizes:

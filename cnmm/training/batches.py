@@ -19,6 +19,8 @@ from cnmm.training.seeds import seeded
 
 STATISTICS_IMAGES = 4000
 """Training images on which the statistics for inference are estimated."""
+FEWEST_STEPS = 8
+"""Of an epoch, where the batch size is chosen: a few dozen steps in all would teach next to nothing."""
 EVALUATION_BATCH = 125
 """Images of a batch where nothing is learned, at most. More are slower per image: their maps leave the cache."""
 
@@ -38,6 +40,9 @@ class Images:
 
     Steps of the training may be in bfloat16; statistics and figures never are, for what is exported is float32.
     """
+
+    num_after_epoch = 500
+    """Training images on which the statistics are estimated for the figures after an epoch."""
 
     def __init__(
         self, data: DataSet, config: TrainConfig, *, device: torch.device | str = "cpu", workers: Workers | None = None
@@ -90,9 +95,9 @@ class Images:
         """The training images that damage is measured on, one batch."""
         return torch.cat(list(self.some(split, kept, DAMAGE_IMAGES, "damage")))
 
-    def statistics_batches(self, split: Split, kept: np.ndarray) -> Iterator[Tensor]:
-        """A few thousand training images, augmented as in training: borders belong to what was learned."""
-        seed, chosen = self.config.seed, self.chosen(kept, STATISTICS_IMAGES, "statistics")
+    def statistics_batches(self, split: Split, kept: np.ndarray, num: int | None = None) -> Iterator[Tensor]:
+        """A few thousand training images, or `num`, augmented as in training: borders belong to what was learned."""
+        seed, chosen = self.config.seed, self.chosen(kept, STATISTICS_IMAGES if num is None else num, "statistics")
         for number, (_, images) in enumerate(self.read(split, chosen)):
             if len(images) > 1:
                 images = augment(images, self.config, seeded(seed, "statistics", number * EVALUATION_BATCH))
@@ -134,6 +139,14 @@ def chunks(indices: np.ndarray) -> list[np.ndarray]:
     """Indices in batches for evaluation, of equal size: each counts the same where statistics are averaged."""
     num = -(-len(indices) // EVALUATION_BATCH)
     return np.array_split(indices, num) if num else []
+
+
+def fitting_batch(num: int, most: int) -> int:
+    """The largest power of two, at most `most`, with which an epoch of `num` images has enough steps; at least 2."""
+    size = 2
+    while 2 * size <= min(most, num // FEWEST_STEPS):
+        size *= 2
+    return max(size, distributed.world_size())
 
 
 def steps_per_epoch(config: TrainConfig, num: int) -> int:

@@ -27,6 +27,7 @@ from cnmm.training.ladder_tuning import Ladder, start_ladder, tunes_ladder
 from cnmm.training.objective import batch_loss
 from cnmm.training.optim import Average, Optimizer, take_step
 from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result
+from cnmm.training.recipes import list_recipes, recipe
 from cnmm.training.scene_batches import make_images, training_task
 from cnmm.training.stem import start_stem, stem_images
 from cnmm.training.teacher import teacher_answers
@@ -84,7 +85,7 @@ def train(
                     if stop:
                         raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
             if distributed.rank() == 0:
-                result = epoch_result(model, images, data, held_out, config, epoch, meter)
+                result = epoch_result(model, images, data, (kept, held_out), config, epoch, meter)
                 run_folder.append_log(folder, {"step": done, **asdict(result)})
                 on_epoch(result)
             checkpoints.save(done)
@@ -130,7 +131,11 @@ def agree(loss: Tensor, stop: bool) -> tuple[float, bool]:
 def check_finite(loss: float, config: TrainConfig, epoch: int, step: int) -> None:
     """Stops a training that has diverged, before its step."""
     if not math.isfinite(loss):
+        names = ("lr", "matrix_lr") if config.optimizer == "muon" else ("lr",)
+        usual = recipe(config.recipe) if config.recipe in list_recipes() else config
+        lower = {name: min(getattr(config, name) / 2, getattr(usual, name)) for name in names}
+        flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in lower.items())
         raise NotFinite(
             f"the loss is {loss} at epoch {epoch + 1}, step {step + 1}; the step was not taken; "
-            f"try a lower rate: --lr {config.lr / 2:g}"
+            f"start anew with a lower rate: the same command with --overwrite {flags}"
         )

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cnmm import distributed
 from cnmm.data import DataSet
 from cnmm.evaluation.evaluate import evaluate_exits
+from cnmm.evaluation.statistics import reestimated
 from cnmm.evaluation.task import task_of
+from cnmm.frontier import RE_ESTIMATED
 from cnmm.mixture import Mixture
 from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
@@ -47,6 +50,8 @@ class EpochResult:
     metric: str
     quality: dict[int, float]
     """By that metric, per exit, on the held-out images; empty if none are held out, or it was not measured."""
+    statistics: str
+    """Batch statistics that it was measured with: re-estimated on a few training images, or raw, running averages."""
     gradients: dict[str, float]
     """Root mean square over the steps of the norm of the gradient before clipping: of the stem, every block, ..."""
 
@@ -90,16 +95,25 @@ def epoch_result(
     model: Mixture,
     images: Images,
     data: DataSet,
-    held_out: np.ndarray,
+    parts: tuple[np.ndarray, np.ndarray],
     config: TrainConfig,
     epoch: int,
     meter: Meter,
 ) -> EpochResult:
-    """Quality of every exit on the held-out images with the running statistics, and the state of the gates."""
+    """Quality of every exit on the held-out images, and the state of the gates; `parts`: trained on, and held out.
+
+    The running averages of training are far behind after a few steps, and are not what the result will have. So the
+    statistics are estimated anew, on a few images and of a copy: the training does not notice.
+    """
     metric = task_of(model.config).check_metric()
     quality: dict[int, float] = {}
+    kept, held_out = parts
     if len(held_out) and is_measured(data, config, epoch):
-        exits = evaluate_exits(model, images.batches(data.train, held_out), metric=metric)
+        settled = model
+        if config.statistics == RE_ESTIMATED:
+            with distributed.paused():
+                settled = reestimated(model, images.statistics_batches(data.train, kept, images.num_after_epoch))
+        exits = evaluate_exits(settled, images.batches(data.train, held_out), metric=metric)
         quality = {exit: found.value for exit, found in exits.items()}
         meter.last = time.monotonic()
     return EpochResult(
@@ -110,6 +124,7 @@ def epoch_result(
         entropy=gate_entropy(model),
         metric=metric,
         quality=quality,
+        statistics=config.statistics,
         gradients=meter.gradients.means(),
     )
 

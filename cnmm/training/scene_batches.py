@@ -30,6 +30,8 @@ DAMAGE_SCENES = 8
 class SceneImages(Images):
     """Prepares scenes for the network. Whole images are shown as they are, those of one size together."""
 
+    num_after_epoch = 20
+
     def training_batches(self, split: Split, kept: np.ndarray, epoch: int, *, first: int = 0) -> Iterator[Batch]:
         config, size = self.config, crop_size(self.config, epoch)
         _, parts = training_parts(config, kept, epoch, first)
@@ -54,9 +56,9 @@ class SceneImages(Images):
     def num_batches(self, split: Split, indices: np.ndarray) -> int:
         return len(_same_sizes(split, indices))
 
-    def statistics_batches(self, split: Split, kept: np.ndarray) -> Iterator[Tensor]:
+    def statistics_batches(self, split: Split, kept: np.ndarray, num: int | None = None) -> Iterator[Tensor]:
         """Some training images, whole, as inference sees them."""
-        yield from self.some(split, kept, STATISTICS_SCENES, "statistics")
+        yield from self.some(split, kept, STATISTICS_SCENES if num is None else num, "statistics")
 
     def num_statistics(self, split: Split, kept: np.ndarray) -> int:
         return self.num_batches(split, self.chosen(kept, STATISTICS_SCENES, "statistics"))

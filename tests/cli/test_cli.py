@@ -23,7 +23,8 @@ OPTIONS = {
     "draw": VARIANT | {"--num-classes", "--in-chans", "--input-size", "--json", "--debug", "-o", "--out", "--point"},
     "train": VARIANT
     | {
-        *("--data", "-o", "--out", "--model", "--recipe", "--init", "--resume", "--skip-bad", "--json", "--debug"),
+        *("--data", "-o", "--out", "--model", "--recipe", "--init", "--resume", "--overwrite", "--skip-bad"),
+        *("--json", "--debug"),
         *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
         *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
         *("--optimizer", "--matrix-lr", "--shift-lr", "--freeze-out", "--schedule", "--stem-init"),

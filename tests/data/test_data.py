@@ -57,11 +57,13 @@ def refused(call, *args, **kwargs):
 def test_unknown_data_is_refused_with_the_allowed_ones(spec):
     text = refused(open_data, spec)
     assert repr(spec) in text
-    assert "must be one of cifar10:DIR, cifar100:DIR, folder:DIR, fashion:DIR, fashion" in text
+    assert "must be a folder of images, or one of cifar10:DIR, cifar100:DIR, folder:DIR, fashion:DIR, fashion" in text
 
 
-def test_a_bare_folder_gets_a_hint(tmp_path):
-    assert f"folder:{tmp_path}" in refused(open_data, str(tmp_path))
+def test_a_bare_folder_is_a_folder_of_images(tmp_path):
+    assert f"{tmp_path} has 0 class folders, must be at least 2; the layout is CLASS/IMAGE" in refused(
+        open_data, str(tmp_path)
+    )
 
 
 @pytest.mark.parametrize("size", [(32,), (0, 32), (32, -1), (32, 32, 3), (32.0, 32)])
@@ -946,7 +948,7 @@ def test_a_class_without_a_good_image_is_refused(tmp_path):
     ("splits", "problem"),
     [
         ({}, "is not a folder"),
-        ({"test": {"a": 1, "b": 1}}, "has no folder train/"),
+        ({"test": {"a": 1, "b": 1}}, "has test/ but no folder train/"),
         ({"train": {"a": 1}}, "has 1 class folders, must be at least 2"),
         ({"train": {"a": 1, "b": 0}}, "train/b has no images; their suffixes are .apng, "),
         ({"train": {"a": 1, "b": 1}, "test": {"a": 1}}, "test lacks the class 'b' of train/"),

@@ -58,23 +58,23 @@ def test_a_full_disk_leaves_earlier_checkpoints(tmp_path, monkeypatch):
 
 def test_a_folder_with_another_run_is_refused(tmp_path):
     model, config = new_model(), small_config()
-    with pytest.raises(ValueError, match="nothing to resume"):
-        run_folder.start_run(tmp_path / "new", model, resume=True)
-    run_folder.start_run(tmp_path, model, resume=False, train=config.to_dict())
+    run_folder.start_run(tmp_path, model, train=config.to_dict())
+    run_folder.start_run(tmp_path, model, train=config.to_dict())  # no step was taken: nothing is lost
+    checkpoint.save_state(tmp_path, model, Optimizer(model, config), {}, 1)
     with pytest.raises(ValueError, match="already holds a run; go on with --resume"):
-        run_folder.start_run(tmp_path, model, resume=False, train=config.to_dict())
+        run_folder.start_run(tmp_path, model, train=config.to_dict())
     run_folder.start_run(tmp_path, model, resume=True, train=config.to_dict())
     other = dataclasses.replace(config, lr=0.3)
     with pytest.raises(ValueError, match=r"train\.lr is 0\.05 there, 0\.3 now"):
         run_folder.start_run(tmp_path, model, resume=True, train=other.to_dict())
-    (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="its training has not ended"):
         cnmm.load(tmp_path)
 
 
 def test_a_run_goes_on_with_another_device_and_other_workers(tmp_path):
     model, config = new_model(), small_config(device="cpu", workers=0)
-    run_folder.start_run(tmp_path, model, resume=False, train=config.to_dict())
+    run_folder.start_run(tmp_path, model, train=config.to_dict())
+    checkpoint.save_state(tmp_path, model, Optimizer(model, config), {}, 1)
     other = dataclasses.replace(config, device="cuda", workers=3)
     run_folder.start_run(tmp_path, model, resume=True, train=other.to_dict())
     recorded = run_folder.read_config(tmp_path)["train"]

@@ -15,7 +15,7 @@ from tests.training.helpers import folder, lines, new_model, same, small_config,
 def test_training_learns_and_writes_a_run(tmp_path):
     data, config = small_data(400), small_config(epochs=6, val=100, ladder_start=0.5)
     model = new_model()
-    run_folder.start_run(tmp_path, model, resume=False, train=config.to_dict())
+    run_folder.start_run(tmp_path, model, train=config.to_dict())
     steps, epochs = [], []
     trained = train(model, data, config, tmp_path, on_step=steps.append, on_epoch=epochs.append)
     assert len(steps) == 6 * (300 // 16)
