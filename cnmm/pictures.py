@@ -52,14 +52,20 @@ def overlay(image: Pixels, labels: Pixels, classes: Sequence[str], palette: Pale
     return _stacked([coloured, *_legend([labels], classes, palette, coloured.width)])
 
 
-def strip(image: Pixels, panels: Sequence[Panel], classes: Sequence[str], palette: Palette) -> Image.Image:
-    """The same image side by side: as it is, labelled in several ways, and where these differ from the last of them."""
+def strip(
+    image: Pixels, panels: Sequence[Panel], classes: Sequence[str], palette: Palette, truth: Pixels | None = None
+) -> Image.Image:
+    """The same image side by side: as it is, labelled in several ways, and where these differ from the last of them.
+
+    `truth`: what its labels should be, if that is known.
+    """
+    maps = [*([] if truth is None else [Panel(truth, "labels")]), *panels]
     colours = [(image if image.shape[-1] == 3 else image.repeat(3, -1), "image")]
-    colours += [(_coloured(image, panel.labels, palette), panel.words) for panel in panels]
+    colours += [(_coloured(image, panel.labels, palette), panel.words) for panel in maps]
     if len(panels) > 1:
         colours.append((differences(image, [panel.labels for panel in panels]), "differs from the last"))
     row = _side_by_side([_captioned(_fitted(picture), words) for picture, words in colours])
-    return _stacked([row, *_legend([panel.labels for panel in panels], classes, palette, row.width)])
+    return _stacked([row, *_legend([panel.labels for panel in maps], classes, palette, row.width)])
 
 
 def differences(image: Pixels, maps: Sequence[Pixels]) -> Pixels:

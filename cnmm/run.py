@@ -29,9 +29,10 @@ from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.measure import Progress as MeasuringProgress
 from cnmm.evaluation.plot import plot_frontier
 from cnmm.evaluation.quality import Quality
-from cnmm.evaluation.report import NUM_EXAMPLES, Examples, report_page, shown_points
+from cnmm.evaluation.report import NUM_EXAMPLES, Examples, PixelExamples, report_page, shown_points
 from cnmm.evaluation.search import Rules
 from cnmm.evaluation.statistics import reestimated, with_statistics
+from cnmm.evaluation.strips import NUM_STRIPS, scene_strip
 from cnmm.evaluation.task import task_of
 from cnmm.export.ladder import export_ladder
 from cnmm.export.network import ExportPrecision, check_new_file, onnx_bytes, quality_of_file
@@ -397,15 +398,27 @@ class Run:
         write_atomically(path, page.encode())
         return path
 
+    def _examples(self) -> Examples | PixelExamples:
+        shown = {point: self.settled(named_point(self.model, point.name)) for point in shown_points(self.frontier)}
+        return self._strips(shown) if self.model.config.task == "segmentation" else self._classified(shown)
+
+    def _strips(self, shown: dict[FrontierPoint, Mixture]) -> PixelExamples:
+        """Held-out scenes at the shown points, cheapest first."""
+        about, points = self.preprocessing, dict(reversed(shown.items()))
+        strips = []
+        for scene in self.images.scenes(NUM_STRIPS):
+            x = self.images.prepared.prepare(torch.from_numpy(scene.image.copy()).permute(2, 0, 1)[None]).float()
+            strips.append(scene_strip(scene, x, points, about.classes, about.palette, self.latency()))
+        return PixelExamples(strips=strips, classes=about.classes, palette=about.palette)
+
     @torch.no_grad()
-    def _examples(self) -> Examples:
+    def _classified(self, shown: dict[FrontierPoint, Mixture]) -> Examples:
         images, labels = self.images.held_out(NUM_EXAMPLES)
         x = self.images.prepared.prepare(torch.from_numpy(images).permute(0, 3, 1, 2)).float()
         answers = {}
-        for shown in shown_points(self.frontier):
-            point = named_point(self.model, shown.name)
-            best = self.settled(point)(x, point).softmax(1).max(1)
-            answers[shown.name] = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        for point, model in shown.items():
+            best = model(x, named_point(model, point.name)).softmax(1).max(1)
+            answers[point.name] = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         return Examples(images=images, labels=labels.tolist(), classes=self.preprocessing.classes, answers=answers)
 
     def card(self, evaluation: Evaluation | None = None) -> str:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +20,7 @@ from cnmm.data import DataSet, Split, divide, hold_out, open_data
 from cnmm.data.classes import in_order
 from cnmm.data.dataset import Images as Pixels
 from cnmm.data.dataset import Labels
+from cnmm.data.scenes import Scene, SceneSplit
 from cnmm.evaluation.batches import Batches, Reread
 from cnmm.run_held_out import HeldOut, load_held_out
 from cnmm.training.batches import Images
@@ -137,10 +139,18 @@ class RunImages:
 
     def held_out(self, num: int | None = None) -> tuple[Pixels, Labels]:
         """Held-out images, uint8 [N, H, W, C], and their labels; at most `num` of them."""
-        if not self.num_held_out:
-            raise UserError(f"{self.folder} was trained with --val 0: no images were held out")
+        self._check_held_out()
         chosen = self._parts[1][:num]
         return self.data.train.read(chosen), self.data.train.labels[chosen]
+
+    def scenes(self, num: int | None = None) -> list[Scene]:
+        """Held-out scenes, at most `num` of them."""
+        self._check_held_out()
+        return cast(SceneSplit, self.data.train).scenes(self._parts[1][:num])
+
+    def _check_held_out(self) -> None:
+        if not self.num_held_out:
+            raise UserError(f"{self.folder} was trained with --val 0: no images were held out")
 
     def labelled(self, size: int = 100) -> Iterator[tuple[Pixels, Labels]]:
         """All held-out images with their labels, in batches."""

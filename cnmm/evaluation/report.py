@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL.Image import Image as Picture
 
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import draw_lattice, picture
 from cnmm.evaluation.plot import plot_frontier
+from cnmm.evaluation.strips import class_rows, plot_classes
 from cnmm.frontier import Frontier, FrontierPoint, metric_words
 from cnmm.mixture import Mixture
+from cnmm.palette import Palette
+from cnmm.pictures import to_png
 from cnmm.prune import named_point
 
 NUM_EXAMPLES = 12
@@ -48,8 +52,22 @@ class Examples:
     """By point: the class of each image and its probability."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PixelExamples:
+    """Some scenes, and how the shown points label their pixels."""
+
+    strips: Sequence[Picture]
+    classes: Sequence[str]
+    palette: Palette
+
+
 def report_page(
-    model: Mixture, frontier: Frontier, *, data: str, latency: Mapping[str, float], examples: Examples | None = None
+    model: Mixture,
+    frontier: Frontier,
+    *,
+    data: str,
+    latency: Mapping[str, float],
+    examples: Examples | PixelExamples | None = None,
 ) -> str:
     """The page. `data`: what the images are called; `latency`: p95 milliseconds by point on this machine."""
     shown = shown_points(frontier)
@@ -70,7 +88,8 @@ def report_page(
         "<h2>What runs at which budget</h2>",
         "<p>Edge width shows how many networks of the mixture use the edge; what is pale is not computed.</p>",
         _drawings(model, frontier, shown),
-        *([_examples(examples, shown)] if examples else []),
+        *([_examples(examples, shown)] if isinstance(examples, Examples) else []),
+        *(_pixel_examples(examples, frontier, shown) if isinstance(examples, PixelExamples) else []),
     ]
     title = _text(f"{frontier.model}: any budget from one model")
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
@@ -171,6 +190,20 @@ def _examples(examples: Examples, shown: Sequence[FrontierPoint]) -> str:
     heads = "".join(f"<th>{_text(point.name)}, {short_count(point.macs)}</th>" for point in shown)
     table = f"<table><tr><th>image</th><th>label</th>{heads}</tr>{''.join(rows)}</table>"
     return f"<h2>Examples</h2><p>Held-out images at each of these budgets.</p>{table}"
+
+
+def _pixel_examples(examples: PixelExamples, frontier: Frontier, shown: Sequence[FrontierPoint]) -> Iterable[str]:
+    """Every class along the frontier, and held-out scenes at each budget."""
+    classes, palette = examples.classes, examples.palette
+    if all(len(point.per_class) == len(classes) for point in frontier.points):
+        drawing = picture(plot_classes(frontier, classes, palette), ".svg")
+        yield "<h2>Every class along the frontier</h2>"
+        yield _image(drawing, "svg+xml", "IoU of every class against cost")
+        yield _table(*class_rows(shown, classes))
+    yield "<h2>Examples</h2>"
+    yield "<p>Held-out images: their labels, the answer at each of these budgets, and in red where answers differ.</p>"
+    for strip in examples.strips:
+        yield _image(to_png(strip), "png", "a held-out image at several budgets")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
