@@ -20,6 +20,8 @@ from cnmm.data import DataSet, Split, divide, hold_out, open_data
 from cnmm.data.classes import in_order
 from cnmm.data.dataset import Images as Pixels
 from cnmm.data.dataset import Labels
+from cnmm.data.images import resize_image
+from cnmm.data.masks import Mask
 from cnmm.data.scenes import Scene, SceneSplit
 from cnmm.evaluation.batches import Batches, Reread
 from cnmm.run_held_out import HeldOut, load_held_out
@@ -29,6 +31,9 @@ from cnmm.training.scene_batches import make_images
 
 CHOSEN_ON_TEST = "test (chosen on test)"
 """The split of a run that held no images out."""
+
+MOST_SCENES = 64
+"""Scenes that stand for training images as they are: each has as many pixels as hundreds of small images."""
 
 logger = logging.getLogger("cnmm")
 
@@ -152,13 +157,22 @@ class RunImages:
         if not self.num_held_out:
             raise UserError(f"{self.folder} was trained with --val 0: no images were held out")
 
-    def labelled(self, size: int = 100) -> Iterator[tuple[Pixels, Labels]]:
-        """All held-out images with their labels, in batches."""
+    def labelled(self, size: int = 100) -> Iterator[tuple[Pixels, Labels | Mask]]:
+        """All held-out images with their labels, in batches; scenes one by one, as large as the model's images."""
+        if self.data.palette:
+            for index in self._parts[1]:
+                ((image, mask),) = cast(SceneSplit, self.data.train).scenes(np.array([index]))
+                yield resize_image(image, self.model.input_size)[np.newaxis], mask[np.newaxis]
+            return
         images, labels = self.held_out()
         for start in range(0, len(labels), size):
             yield images[start : start + size], labels[start : start + size]
 
     def training(self, num: int) -> Pixels:
-        """Training images as they are, uint8 [N, H, W, C], always the same ones."""
+        """Training images as they are, uint8 [N, H, W, C], always the same ones; scenes as large as the model's."""
+        num = min(num, MOST_SCENES) if self.data.palette else num
         chosen = np.sort(np.random.default_rng(0).permutation(self._parts[0])[:num])
-        return self.data.train.read(chosen)
+        if not self.data.palette:
+            return self.data.train.read(chosen)
+        scenes = cast(SceneSplit, self.data.train).scenes(chosen)
+        return np.stack([resize_image(scene.image, self.model.input_size) for scene in scenes])

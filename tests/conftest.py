@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.helpers import write_fashion
 from tests.runtime.ladders import make_ladder
+from tests.scenes import write_masks
 
 
 @pytest.fixture
@@ -71,6 +72,21 @@ def trained_ladder(trained_run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "ladder"
     cnmm.Run(trained_run).export_ladder(folder, 3)
     return folder
+
+
+@pytest.fixture(scope="session")
+def scene_run(tmp_path_factory):
+    """A run folder that labels the pixels of made-up scenes, trained for moments and measured at all points."""
+    import cnmm
+
+    folder = tmp_path_factory.mktemp("scenes")
+    data = write_masks(folder / "masks", num=14, num_test=3)
+    shape = {"model": "cnmm_seg_tiny", "blocks": 2, "scales": 2, "channels": 8}
+    crops = {"scene_crop": (32, 32), "final_crop": (48, 64), "final_epochs": 1}
+    options = {"recipe": "street", "epochs": 12, "batch_size": 4, "val": 4, "lr": 0.01, "average": 0.8}
+    run = cnmm.train(f"masks:{data}", folder / "run", precision="float32", **shape, **crops, **options)
+    run.measure()
+    return folder / "run"
 
 
 @pytest.fixture(scope="session")

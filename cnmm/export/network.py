@@ -18,6 +18,7 @@ from cnmm._errors import INSTALL_TRAIN, UserError
 from cnmm._files import write_atomically
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.data.dataset import Images, Labels
+from cnmm.data.masks import Mask
 from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.task import task_of
 from cnmm.export.onnx_writer import onnx_model, onnx_stages
@@ -27,7 +28,7 @@ from cnmm.ladder import IMAGE
 from cnmm.mixture import Mixture
 
 ExportPrecision = Literal["float32", "int8"]
-LabelledImages = tuple[Images, Labels]
+LabelledImages = tuple[Images, Labels | Mask]
 TOLERANCE = 1e-4
 """Largest difference of a probability between the file and the network in torch."""
 

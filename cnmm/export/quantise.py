@@ -10,6 +10,9 @@ from cnmm._files import scratch_folder
 from cnmm.data.dataset import Images
 from cnmm.ladder import IMAGE
 
+LARGE = 2**16
+"""Values of an image from which on they go through the network one by one, for the sake of memory."""
+
 
 def quantised(data: bytes, images: Images) -> bytes:
     """The same network with int8 weights and activations, whose ranges are learned on images."""
@@ -18,7 +21,8 @@ def quantised(data: bytes, images: Images) -> bytes:
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.left = iter(np.array_split(images, max(1, len(images) // 32)))
+            at_once = 32 if images[0].size < LARGE else 1
+            self.left = iter(np.array_split(images, max(1, len(images) // at_once)))
 
         def get_next(self) -> dict[str, Images] | None:
             batch = next(self.left, None)
