@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "training": BELOW_EVALUATION | {"evaluation"},
     "export": BELOW_EVALUATION | {"evaluation", "training"},
     "runtime": {"private", "values", "data"},
-    "serve": {"runtime"},
+    "serve": {"private", "values", "runtime"},
     "run": BELOW_EVALUATION | {"evaluation", "training", "export", "runtime"},
     "cli": BELOW_EVALUATION | {"evaluation", "training", "export", "runtime", "serve", "run"},
 }

@@ -109,6 +109,7 @@ VERBS = {
         *("runtime.drawing.draw_labels", "runtime.drawing.compare_budgets"),
     ],
     "report": ["Run", "Run.report"],
+    "simulate": ["serve.simulate.simulate"],
 }
 """What does the work of each verb, as a name inside cnmm."""
 SPELLED = {"run": "folder", "plot": "path", "top": "k", "ladder": "points", "skip_bad": "skip_bad"}
@@ -132,7 +133,9 @@ def test_every_verb_can_be_called_from_python():
     assert all(callable(found(name)) for names in VERBS.values() for name in names)
 
 
-@pytest.mark.parametrize("verb", ["evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report"])
+@pytest.mark.parametrize(
+    "verb", ["evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report", "simulate"]
+)
 def test_every_flag_is_a_parameter(verb):
     """What a verb can be told, its functions can be told."""
     parameters = {name for dotted in VERBS[verb] for name in inspect.signature(found(dotted)).parameters}

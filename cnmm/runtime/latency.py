@@ -139,6 +139,19 @@ def p95(
 
     Without `runtime` or `threads` the fastest that was measured counts. A ValueError if there is no such measurement.
     """
+    timed = measurement(folder, runtime=runtime, precision=precision, threads=threads, batch=batch)
+    return {timing.point: timing.p95_ms for timing in timed.points}
+
+
+def measurement(
+    folder: str | Path,
+    *,
+    runtime: str | None = None,
+    precision: str = "float32",
+    threads: int | None = None,
+    batch: int = 1,
+) -> Measurement:
+    """The measurement of this machine with the installed version of the runtime: of several that fit, the fastest."""
     here, fix = machine(), f"run: cnmm bench {folder}"
     entries = read(folder)
     if not entries:
@@ -162,8 +175,7 @@ def p95(
     if not current:
         old = f"{PACKAGES.get(same[-1].runtime, same[-1].runtime)} {same[-1].runtime_version}"
         raise UserError(f"{folder}: its latency was measured with {old}, which is not installed here; {fix}")
-    fastest = min(current, key=lambda entry: entry.total_ms)
-    return {timing.point: timing.p95_ms for timing in fastest.points}
+    return min(current, key=lambda entry: entry.total_ms)
 
 
 def measured_p95(folder: str | Path, *, needed: bool = False) -> dict[str, float]:

@@ -62,6 +62,10 @@ OPTIONS = {
         *("--budget", "--point", "--confidence", "--average-macs", "--deadline-ms", "--runtime", "--threads", "--top"),
         *("-o", "--out", "--budgets", "--json", "--debug"),
     },
+    "simulate": {
+        *("--arrivals", "--load", "--target-ms", "--policy", "--cores", "--images", "--requests", "--runtime"),
+        *("--seed", "-o", "--out", "--json", "--debug"),
+    },
     "bench": {"--runtime", "--threads", "--batch", "--precision", "--seconds", "--json", "--debug"},
 }
 """The contract: scripts of users depend on every one of these."""

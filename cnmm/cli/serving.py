@@ -1,0 +1,78 @@
+"""The verbs that serve a ladder under load: `simulate`. They need no torch, unless they are given a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from cnmm.cli.terminal import NO_HINT, Common, percent, print_table, say
+from cnmm.frontier import metric_words
+from cnmm.runtime.latency import RuntimeName
+
+LadderFolder = Annotated[Positional[Path], arg(metavar="LADDER", help_behavior_hint="")]
+Arrivals = Annotated[str, arg(metavar="KIND", help_behavior_hint="(default: poisson)")]
+TargetMs = Annotated[float, arg(metavar="MS", help_behavior_hint="(default: 60)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Simulate a server of a ladder under load, with its own controller and measured latencies."""
+
+    source: LadderFolder
+    """A ladder folder, with latencies measured by `cnmm bench LADDER --threads 1`."""
+    arrivals: Arrivals = "poisson"
+    """poisson, gamma:CV2 (burstier, such as gamma:8), step, ramp, burst, or trace:FILE (seconds, one per line)."""
+    load: Annotated[float, arg(metavar="X", help_behavior_hint="(default: 1, what the full mixture can hold)")] = 1.0
+    """Mean load; of a step, ramp or burst, the highest."""
+    target_ms: TargetMs = 60.0
+    """Latency that requests are promised."""
+    policy: Annotated[str, arg(metavar="NAME", help_behavior_hint="(default: adaptive)")] = "adaptive"
+    """adaptive, slackfit (spends the slack of the earliest deadline), or fixed:POINT."""
+    cores: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 1)")] = 1
+    """Workers, of one core each."""
+    images: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 1)")] = 1
+    """Images of a request."""
+    requests: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 10,000)")] = 10_000
+    """Requests in all."""
+    runtime: Annotated[RuntimeName | None, arg(help_behavior_hint="(default: the fastest that was measured)")] = None
+    """Inference engine whose latencies count."""
+    seed: Annotated[int, NO_HINT] = 0
+    """Of arrivals and images."""
+    out: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE.svg", help_behavior_hint="")] = None
+    """Draw load, budget, latency and accuracy over time."""
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        from cnmm.serve.simulate import simulate
+
+        return simulate(
+            self.source,
+            arrivals=self.arrivals,
+            load=self.load,
+            target_ms=self.target_ms,
+            policy=self.policy,
+            cores=self.cores,
+            images=self.images,
+            requests=self.requests,
+            runtime=self.runtime,
+            seed=self.seed,
+            out=self.out,
+        )[1]
+
+    def show(self, answer: dict[str, Any]) -> None:
+        show_trial(answer)
+        best, bound = percent(answer["best_quality"]), percent(answer["oracle_quality"])
+        say(f"nobody could do better than {bound}; the best row has {best}")
+        if self.out:
+            say(f"written: {self.out}")
+
+
+def show_trial(answer: dict[str, Any]) -> None:
+    """One line of figures."""
+    columns = (f"effective {metric_words(answer['metric'])} %", "in time %", "p50 ms", "p99 ms", "shed %")
+    row = [percent(answer["effective_quality"]), percent(answer["attainment"])]
+    row += ["" if answer[name] is None else f"{answer[name]:.2f}" for name in ("p50_ms", "p99_ms")]
+    print_table(columns, [(*row, percent(answer["shed"]))])

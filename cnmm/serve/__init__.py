@@ -1,0 +1,1 @@
+"""Serving a ladder under load: quality bends before latency breaks. No torch."""
