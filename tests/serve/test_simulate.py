@@ -170,6 +170,6 @@ def test_the_verb_says_and_draws(capsys, timed_ladder, tmp_path):
 
 def test_what_cannot_be_simulated_is_one_line(capsys, timed_ladder, hand_made_ladder):
     assert "cnmm bench" in complaint(capsys, "simulate", hand_made_ladder)
-    assert "positive" in complaint(capsys, "simulate", timed_ladder, "--load", 0)
+    assert "--load=0" in complaint(capsys, "simulate", timed_ladder, "--load", 0)
     assert "gamma:8" in complaint(capsys, "simulate", timed_ladder, "--arrivals", "often")
     assert ".svg" in complaint(capsys, "simulate", timed_ladder, "-o", "load.pdf")
