@@ -198,18 +198,16 @@ class _Writer:
         self._node("Flatten", [f"{out}_map"], out)
 
     def _resize(self, step: Step, inputs: list[str], out: str) -> None:
-        old, new = self._shape(step.inputs[0])[1:], self._shape(step.name)[1:]
+        # All four axes are named: onnxruntime loses sizes of two of them where it turns int8 maps channels-last.
         how = {"mode": "linear", "coordinate_transformation_mode": "half_pixel"}
-        if not self.any_size and all(after % before == 0 for before, after in zip(old, new, strict=True)):
-            # By whole factors, onnxruntime resizes in its own layout.
-            factors = (1, 1, *(after // before for before, after in zip(old, new, strict=True)))
-            scales = self._keep(f"{step.name}.scales", np.array(factors, np.float32))
-            self._node("Resize", [*inputs, "", scales], out, **how)
+        if self.any_size:
+            self._node("Shape", inputs, f"{out}.kept", end=2)
+            self._node("Concat", [f"{out}.kept", self._halved(step.halvings)], f"{out}.size", axis=0)
+            self._node("Resize", [*inputs, "", "", f"{out}.size"], out, **how)
             return
-        sizes = self._halved(step.halvings) if self.any_size else ""
-        sizes = sizes or self._keep(f"{step.name}.size", np.array(new, np.int64))
-        # The batch stays as it is: only the last two axes are resized.
-        self._node("Resize", [*inputs, "", "", sizes], out, axes=[2, 3], **how)
+        sides = zip(self._shape(step.inputs[0])[1:], self._shape(step.name)[1:], strict=True)
+        factors = np.array([1, 1, *(_factor(before, after) for before, after in sides)], np.float32)
+        self._node("Resize", [*inputs, "", self._keep(f"{step.name}.scales", factors)], out, **how)
 
     def _halved(self, times: int) -> str:
         """The name of the image's height and width, halved so many times, rounding up."""
@@ -235,6 +233,17 @@ class _Writer:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.graph.shapes[name]
+
+
+def _factor(before: int, after: int) -> np.float32:
+    """By how much a side grows: whole where it can be, so that onnxruntime resizes in its own layout.
+
+    Runtimes round what it makes of the side down, so a factor that falls short by rounding is raised by a hair.
+    """
+    factor = np.float32(after / before)
+    while before * float(factor) < after:
+        factor = np.nextafter(factor, np.float32(np.inf))
+    return factor
 
 
 def _constant(name: str, value: Array) -> Any:

@@ -109,3 +109,20 @@ def test_macs_of_the_papers_model_per_exit():
         counted.append(sum(math.prod(step.shape) * math.prod(made.shapes[step.name][1:]) for step in convolutions))
     assert counted == [table.exit(exit).macs for exit in plan.config.exit_numbers]
     assert counted == [565_739_520, 893_976_576, 1_354_334_208, 1_946_812_416, 2_671_411_200]
+
+
+@pytest.mark.parametrize("any_size", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_int8_runs_at_any_size_and_is_close(size, any_size):
+    model = trained("cnmm_seg_tiny", input_size=size)
+    about, images = preprocessing(model.config), pictures(size, 3)
+    network = slim(model)
+    plain, small = (
+        onnx_bytes(network, about, any_size=any_size, **more)
+        for more in ({}, {"precision": "int8", "calibration": images})
+    )
+    expected = by_onnxruntime(plain, images[:1])
+    for run in (by_onnxruntime, by_openvino):
+        found = run(small, images[:1])
+        assert not np.array_equal(found, expected)
+        assert np.square(found - expected).mean() < 0.02 * expected.var()
