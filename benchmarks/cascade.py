@@ -3,7 +3,8 @@
     python -m benchmarks.cascade RUN [--data cifar10:DIR] [--runtime onnx|openvino] [--threads 2]
 
 The run needs its frontier (`cnmm frontier RUN`). Thresholds and points were chosen on held-out images; every accuracy
-here is on test images. Macs are counted from the stages that ran. Run it on a quiet machine. The last line is JSON.
+here is on test images. Macs are those of the written networks, counted from the stages that ran. Run it on a quiet
+machine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cnmm.ladder import NetworkFile
 from cnmm.prune import named_point
 from cnmm.run import Run
 from cnmm.runtime.engines import open_runtime
-from cnmm.runtime.latency import percentile
+from cnmm.runtime.latency import p95, percentile
 
 AVERAGES = ("20%", "30%", "40%", "50%", "60%", "70%", "80%")
 
@@ -55,8 +56,8 @@ def in_batches(predict: Callable[[np.ndarray], Any], images: np.ndarray, size: i
 
 def at_every_exit(session: cnmm.Session, images: np.ndarray) -> np.ndarray:
     """Probabilities of all stages: [images, exits, classes]."""
-    loaded, step = session._cascade, session._chunk
-    walks = [loaded.chain.walk(images[k : k + step]) for k in range(0, len(images), step)]
+    step = session.chunk
+    walks = [session.walk(images[k : k + step]) for k in range(0, len(images), step)]
     return np.concatenate([np.stack([np.array(answers) for answers in walk], 1) for walk in walks])
 
 
@@ -73,10 +74,9 @@ def one_threshold(answers: np.ndarray, labels: np.ndarray, macs: np.ndarray, spe
 
 
 def early_exit(
-    session: cnmm.Session, run: Run, images: np.ndarray, labels: np.ndarray, averages: Sequence[str]
+    session: cnmm.Session, full: int, images: np.ndarray, labels: np.ndarray, averages: Sequence[str]
 ) -> list[dict[str, Any]]:
     """At the same average macs: the cascade against the best fixed point, image by image; and against one threshold."""
-    full = run.frontier.full_macs
     answers = at_every_exit(session, images)
     macs = np.array(session.cascade.macs)
     print(f"exits alone, %: {' '.join(f'{100 * each:.2f}' for each in (answers.argmax(2) == labels[:, None]).mean(0))}")
@@ -123,7 +123,7 @@ def whole_network(session: cnmm.Session, run: Run, name: str, folder: Path) -> C
 
 
 def batch_ratio(
-    session: cnmm.Session, run: Run, images: np.ndarray, folder: Path, repeats: int = 15
+    session: cnmm.Session, run: Run, full_macs: int, images: np.ndarray, folder: Path, repeats: int = 15
 ) -> tuple[float, float]:
     """Time of batches of 64 at 40 % average macs over that of the full mixture as one network; and of macs."""
     full = whole_network(session, run, f"e{run.model.config.exit_numbers[-1]}c0", folder)
@@ -133,7 +133,7 @@ def batch_ratio(
         early.append(median_ms(lambda batch=batch: session.predict(batch, average_macs="40%"), 3))
         whole.append(median_ms(lambda batch=batch: full(batch), 3))
         spent.append(session.predict(batch, average_macs="40%").macs)
-    ratio, part = statistics.mean(early) / statistics.mean(whole), statistics.mean(spent) / run.frontier.full_macs
+    ratio, part = statistics.mean(early) / statistics.mean(whole), statistics.mean(spent) / full_macs
     words = f"{statistics.mean(early):.1f} ms against {statistics.mean(whole):.1f} ms in full"
     print(f"\nbatch of 64 at 40 % average macs: {words}: {ratio:.3f} of the time, {part:.3f} of the macs")
     return ratio, part
@@ -155,35 +155,35 @@ def stage_overhead(session: cnmm.Session, run: Run, image: np.ndarray, folder: P
 
 def deadlines(session: cnmm.Session, image: np.ndarray, num: int = 1000) -> tuple[float, bool]:
     """Share of random deadlines that are kept, within a millisecond; and whether too short a one is refused."""
-    p95 = session.stage_p95_ms
+    stages = session.stage_p95_ms
     rng = np.random.default_rng(0)
     kept, exits = 0, []
-    for deadline in rng.uniform(p95[0], sum(p95), num):
+    for deadline in rng.uniform(stages[0], sum(stages), num):
         start = time.perf_counter()
         answer = session.predict(image, deadline_ms=float(deadline))
         kept += 1e3 * (time.perf_counter() - start) <= deadline + 1
         exits.append(int(answer.exits[0]))
     try:
-        session.predict(image, deadline_ms=0.3 * p95[0])
+        session.predict(image, deadline_ms=0.3 * stages[0])
         refused = False
     except ValueError as error:
         refused = True
-        print(f"\ndeadline of {0.3 * p95[0]:.3f} ms: {error}")
-    print(f"deadlines of {p95[0]:.2f} to {sum(p95):.2f} ms: {kept / num:.1%} of {num} kept within 1 ms")
+        print(f"\ndeadline of {0.3 * stages[0]:.3f} ms: {error}")
+    print(f"deadlines of {stages[0]:.2f} to {sum(stages):.2f} ms: {kept / num:.1%} of {num} kept within 1 ms")
     print(f"exits: {dict(zip(*np.unique(exits, return_counts=True), strict=True))}")
     return kept / num, refused
 
 
-def millisecond_budgets(run_folder: Path, image: np.ndarray, arguments: argparse.Namespace) -> list[float]:
+def millisecond_budgets(run: Run, image: np.ndarray, arguments: argparse.Namespace) -> list[float]:
     """p95 of 1,000 calls of the point that a budget in ms chooses, over the budget."""
-    if not (run_folder / "latency.json").is_file():
+    if not (run.folder / "latency.json").is_file():
         print("\nno latency.json: `cnmm bench RUN` measures it; budgets in ms are left out")
         return []
     ratios = []
-    with cnmm.Session(run_folder, runtime=arguments.runtime, threads=arguments.threads) as session:
-        times = sorted(session.choose("1000ms") and session._p95_ms.values())
+    times = sorted(p95(run.folder, runtime=arguments.runtime, threads=arguments.threads).values())
+    with run.session(runtime=arguments.runtime, threads=arguments.threads) as session:
         for budget in (times[len(times) // 4], times[len(times) // 2], times[-1]):
-            point = session.choose(f"{1.0001 * budget}ms").point
+            point = session.choose(f"{1.0001 * budget}ms").name
             for _ in range(50):
                 session.predict(image, point=point)
             calls = [session.predict(image, point=point).time_ms for _ in range(1000)]
@@ -210,13 +210,13 @@ def main() -> None:
     print(f"{machine()}, {run.model.config.name}, {arguments.runtime}, {arguments.threads} threads")
     print(f"cascade {run.frontier.cascade.point}, {len(images):,} test images")
     with tempfile.TemporaryDirectory() as name:
-        run.export_ladder(Path(name) / "ladder", 16)
+        full = run.export_ladder(Path(name) / "ladder", 16).frontier.full_macs
         with cnmm.Session(Path(name) / "ladder", runtime=arguments.runtime, threads=arguments.threads) as session:
-            rows = early_exit(session, run, images, labels, arguments.average)
-            ratio, part = batch_ratio(session, run, images, Path(name))
+            rows = early_exit(session, full, images, labels, arguments.average)
+            ratio, part = batch_ratio(session, run, full, images, Path(name))
             overhead = stage_overhead(session, run, images[:1], Path(name))
             kept, refused = deadlines(session, images[:1])
-    budgets = millisecond_budgets(arguments.run, images[:1], arguments)
+    budgets = millisecond_budgets(run, images[:1], arguments)
     answer = {
         "rows": rows,
         "largest_deviation": max((abs(row["spent"] - 1) for row in rows), default=None),

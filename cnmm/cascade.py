@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -52,28 +52,41 @@ class Cascade:
         """Of an image that goes all the way."""
         return sum(self.macs)
 
+    def with_macs(self, macs: Sequence[int]) -> Self:
+        """The same cascade where each stage costs something else, and hence each row."""
+        passed = tuple(itertools.accumulate(macs))
+        rows = tuple(
+            dataclasses.replace(
+                row, average_macs=sum(part * cost for part, cost in zip(row.exits, passed, strict=True))
+            )
+            for row in self.thresholds
+        )
+        return dataclasses.replace(self, macs=tuple(macs), thresholds=rows)
+
     def quality_at(self, average_macs: float) -> float:
         """The best quality that fits an average budget; zero if none does."""
-        return max((row.quality for row in self.thresholds if row.average_macs <= average_macs), default=0.0)
+        found = self.row_within(average_macs)
+        return found.quality if found else 0.0
+
+    def row_within(self, average_macs: float) -> Threshold | None:
+        """The best row within an average budget, of equal ones the dearest; None if none is that cheap."""
+        fitting = [row for row in self.thresholds if row.average_macs <= average_macs]
+        return max(reversed(fitting), key=lambda row: row.quality, default=None)
 
     def confidence(self, average_macs: str | float | Budget, full_macs: int) -> tuple[float, ...]:
-        """What each early exit asks for if so many macs per image are spent on average, interpolated in the table.
+        """What each early exit asks for if at most so many macs per image are spent on average.
 
-        `average_macs` is a budget in macs, or in percent of the full mixture's `full_macs`.
+        `average_macs` is a budget in macs, or in percent of the full network's `full_macs`.
         """
         wanted = parse_budget(average_macs)
         if wanted.kind not in ("macs", "percent"):
             raise UserError(f"average_macs={wanted.text!r}: must be macs such as 30M, or a share such as 40%")
         macs = wanted.value if wanted.kind == "macs" else wanted.value * full_macs / 100
-        table = self.thresholds
-        if macs < table[0].average_macs:
-            least = f"{math.ceil(table[0].average_macs):,}"
+        found = self.row_within(macs)
+        if found is None:
+            least = f"{math.ceil(self.thresholds[0].average_macs):,}"
             raise UserError(f"average_macs={macs:,.0f}: must be at least {least}, the least that early exit can spend")
-        for low, high in itertools.pairwise(table):
-            if macs < high.average_macs:
-                part = (macs - low.average_macs) / (high.average_macs - low.average_macs)
-                return tuple(a + part * (b - a) for a, b in zip(low.confidence, high.confidence, strict=True))
-        return table[-1].confidence
+        return found.confidence
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `from_dict` reads it."""

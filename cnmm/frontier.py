@@ -39,6 +39,8 @@ class FrontierPoint:
     exit: int
     macs: int
     params: int
+    """What budgets go by. Of a run: the layers of the mixture that the point runs, as the paper counts them. Of a
+    ladder: the network in its file, where much is folded away. The other count stands below."""
     quality: float
     """The metric's value on n images, between 0 and 1, with the `statistics` named below."""
     metric: str
@@ -57,6 +59,14 @@ class FrontierPoint:
     test_n: int | None = None
     per_class: tuple[float | None, ...] = ()
     """Of pixels: the IoU of every class; None where a class occurs neither in labels nor in answers."""
+    written_macs: int | None = None
+    written_params: int | None = None
+    """In a run's frontier: of the network that `slim` and `export` write."""
+    mixture_macs: int | None = None
+    mixture_params: int | None = None
+    """In a ladder: of the mixture at the same point."""
+    float32_quality: float | None = None
+    """Of an int8 network: the quality before it was quantised, on the same images."""
     on_envelope: bool = False
     """Is it better than every cheaper point? The frontier that holds the point says so."""
 
@@ -71,7 +81,7 @@ class Frontier:
     model: str
     """Name of the mixture."""
     full_macs: int
-    """Macs of its last exit with nothing cut: what `40%` refers to."""
+    """Macs of its last exit with nothing cut, counted as those of the points: what `40%` refers to."""
     points: tuple[FrontierPoint, ...]
     cascade: Cascade | None = None
     """The measured cascade, for early exits."""
@@ -295,6 +305,11 @@ _CHECKS: dict[str, _fields.Check] = {
     "test_quality": _fields.or_null(_fields.SHARE),
     "test_n": _fields.or_null(_fields.POSITIVE),
     "per_class": _fields.list_of(_fields.or_null(_fields.SHARE)),
+    "written_macs": _fields.or_null(_fields.COUNT),
+    "written_params": _fields.or_null(_fields.COUNT),
+    "mixture_macs": _fields.or_null(_fields.COUNT),
+    "mixture_params": _fields.or_null(_fields.COUNT),
+    "float32_quality": _fields.or_null(_fields.SHARE),
     "on_envelope": _fields.TRUTH,
 }
 

@@ -88,6 +88,10 @@ class Ladder:
     def cascade(self) -> Cascade | None:
         return self.frontier.cascade
 
+    def files(self) -> tuple[NetworkFile, ...]:
+        """All of its ONNX files."""
+        return (*self.networks.values(), *self.stages)
+
     def save(self) -> None:
         """Writes the manifest; `read_ladder` reads it."""
         cascade = self.cascade

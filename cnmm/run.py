@@ -33,9 +33,8 @@ from cnmm.evaluation.report import NUM_EXAMPLES, Examples, PixelExamples, report
 from cnmm.evaluation.search import Rules
 from cnmm.evaluation.statistics import reestimated, with_statistics
 from cnmm.evaluation.strips import NUM_STRIPS, scene_strip
-from cnmm.evaluation.task import task_of
 from cnmm.export.ladder import export_ladder
-from cnmm.export.network import ExportPrecision, check_new_file, onnx_bytes, quality_of_file
+from cnmm.export.network import ExportPrecision, Validation
 from cnmm.export.slim import SlimNetwork, save_slim, slim
 from cnmm.frontier import FRONTIER_FILE, RAW, RE_ESTIMATED, Frontier, FrontierPoint
 from cnmm.ladder import Ladder, read_ladder
@@ -43,6 +42,7 @@ from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
 from cnmm.pretrained import resolve
 from cnmm.prune import named_point
+from cnmm.run_exporting import CALIBRATION_IMAGES, CHECKED_IMAGES, Exported, check_path, checking, write_network
 from cnmm.run_folder import CONFIG_FILE, is_run, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
 from cnmm.run_measuring import measure_frontier, read_frontier
@@ -55,8 +55,6 @@ from cnmm.training.recipes import recipe
 from cnmm.training.scene_batches import make_images
 from cnmm.training.seeds import seeded
 
-CALIBRATION_IMAGES = 512
-"""Training images from which int8 learns the range of every tensor."""
 _LADDER_POINTS = 16
 """Of a ladder that is made for use at once."""
 
@@ -81,21 +79,6 @@ class Evaluation:
     def quality(self) -> Quality:
         """Of the last exit."""
         return self.exits[max(self.exits)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What `Run.export` wrote."""
-
-    file: Path
-    point: str
-    macs: int
-    params: int
-    precision: str
-    num_bytes: int
-    quality: Quality | None = None
-    """Of an int8 file, on held-out images; and before it was quantised:"""
-    float32_quality: Quality | None = None
 
 
 class Run:
@@ -314,34 +297,35 @@ class Run:
         precision: ExportPrecision = "float32",
         any_size: bool = False,
     ) -> Exported:
-        """An operating point as one ONNX file; int8 is calibrated on training images and measured on held-out ones.
+        """An operating point as one ONNX file, checked on images that the point was measured on, if they are at hand.
 
-        `any_size`: one file for images of any height and width, for segmentation.
+        int8 is calibrated on training images and measured on held-out ones. `any_size`: one file for images of any
+        height and width, for segmentation.
         """
-        path = Path(out)
-        if path.suffix != ".onnx":
-            raise UserError(f"{path}: one network needs a file name ending in .onnx; a folder needs --ladder 8")
-        check_new_file(path)
+        path = check_path(out)
         network = self.slim(budget=budget, point=point)
-        plain = data = onnx_bytes(network, self.preprocessing, any_size=any_size)
-        before = after = None
-        if precision == "int8":
-            logger.info("calibrating int8 on training images, then measuring accuracy on held-out images")
-            images = self.images.training(CALIBRATION_IMAGES)
-            data = onnx_bytes(network, self.preprocessing, precision="int8", calibration=images, any_size=any_size)
-            config, metric = self.model.config, task_of(self.model.config).check_metric(None)
-            before, after = (quality_of_file(file, self.images.labelled(), config, metric) for file in (plain, data))
-        write_atomically(path, data)
-        return Exported(
-            file=path,
-            point=network.point.name,
-            macs=network.cost.macs,
-            params=network.cost.params,
+        measured = self._measured_point(network.point.name)
+        narrow = precision == "int8"
+        return write_network(
+            path,
+            network,
+            self.preprocessing,
+            any_size=any_size,
             precision=precision,
-            num_bytes=len(data),
-            quality=after,
-            float32_quality=before,
+            calibration=self.images.training(CALIBRATION_IMAGES) if narrow else None,
+            validation=self._checking(measured, narrow) if measured or narrow else None,
+            measured=measured,
         )
+
+    def _measured_point(self, name: str) -> FrontierPoint | None:
+        points = self.frontier.points if self._is_measured() else ()
+        return next((point for point in points if point.name == name), None)
+
+    def _checking(self, measured: FrontierPoint | None, narrow: bool) -> Validation | None:
+        """Images that written networks are checked on: int8, whose quality is new, is measured on all of them."""
+        if self.model.config.task == "segmentation" and not narrow:
+            return None
+        return checking(self.images, measured.n if measured else None, None if narrow else CHECKED_IMAGES)
 
     def export_ladder(
         self,
@@ -350,10 +334,13 @@ class Run:
         *,
         precision: ExportPrecision = "float32",
         any_size: bool = False,
+        check: bool = True,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Ladder:
         """A ladder folder: so many points of the frontier, and its cascade, as ONNX files with a manifest.
 
+        Every network is checked on some of the images that its point was measured on, if they are at hand and unless
+        `check` is false. int8 is calibrated on training images; its points and cascade are measured on held-out ones.
         `any_size`: networks for images of any height and width, for segmentation.
         """
         narrow = precision == "int8"
@@ -366,7 +353,7 @@ class Run:
             precision=precision,
             any_size=any_size,
             calibration=self.images.training(CALIBRATION_IMAGES) if narrow else None,
-            validation=self.images.labelled if narrow and self.images.num_held_out else None,
+            validation=self._checking(self.frontier.points[0], narrow) if check or narrow else None,
             on_progress=on_progress,
         )
         return read_ladder(out)
@@ -380,7 +367,7 @@ class Run:
     def as_ladder(self, points: int = _LADDER_POINTS) -> Iterator[Path]:
         """A ladder folder of its frontier's points that is gone afterwards."""
         with scratch_folder() as place:
-            self.export_ladder(place / "ladder", points)
+            self.export_ladder(place / "ladder", points, check=False)
             yield place / "ladder"
 
     def report(self, out: str | Path | None = None) -> Path:

@@ -122,12 +122,37 @@ class RunImages:
             name, (part, chosen) = "validation", self.split("validation")
         elif self.data.test is not None:
             name, (part, chosen) = CHOSEN_ON_TEST, self.split("test")
-            logger.warning("this run held no images out: points are chosen on test images, and labelled so")
         else:
             raise UserError(f"{self.folder} held no images out (--val 0), and {self.spec} has no test images")
-        if num is not None and num < len(chosen):  # the same share of every class
-            chosen = chosen[hold_out(part.labels[chosen], num, self.config.seed)[1]]
-        return name, part, chosen
+        return name, part, self._stratified(part, chosen, num)
+
+    def _stratified(self, part: Split, chosen: np.ndarray, num: int | None) -> np.ndarray:
+        """At most `num` of the chosen images, the same share of every class."""
+        if num is None or num >= len(chosen):
+            return chosen
+        return chosen[hold_out(part.labels[chosen], num, self.config.seed)[1]]
+
+    def measured_on(self, num: int | None) -> tuple[str, int]:
+        """The split that `num` images were measured on, and how many there are."""
+        name, _, chosen = self.measured(num)
+        return name, len(chosen)
+
+    def some_measured(
+        self, num_measured: int | None, num: int | None, size: int = 100
+    ) -> Iterator[tuple[Pixels, Labels | Mask]]:
+        """Batches of at most `num` of the images that points were measured on, with their labels.
+
+        Scenes come one by one, as large as the model's images.
+        """
+        _, part, measured = self.measured(num_measured)
+        chosen = self._stratified(part, measured, num)
+        for start in range(0, len(chosen), 1 if self.data.palette else size):
+            batch = chosen[start : start + size]
+            if self.data.palette:
+                ((image, mask),) = cast(SceneSplit, part).scenes(batch[:1])
+                yield resize_image(image, self.model.input_size)[np.newaxis], mask[np.newaxis]
+            else:
+                yield part.read(batch), part.labels[batch]
 
     def batches(self, part: Split, chosen: np.ndarray) -> Batches[tuple[Tensor, Tensor]]:
         """Batches of prepared images and their labels, read anew each time."""
@@ -156,17 +181,6 @@ class RunImages:
     def _check_held_out(self) -> None:
         if not self.num_held_out:
             raise UserError(f"{self.folder} was trained with --val 0: no images were held out")
-
-    def labelled(self, size: int = 100) -> Iterator[tuple[Pixels, Labels | Mask]]:
-        """All held-out images with their labels, in batches; scenes one by one, as large as the model's images."""
-        if self.data.palette:
-            for index in self._parts[1]:
-                ((image, mask),) = cast(SceneSplit, self.data.train).scenes(np.array([index]))
-                yield resize_image(image, self.model.input_size)[np.newaxis], mask[np.newaxis]
-            return
-        images, labels = self.held_out()
-        for start in range(0, len(labels), size):
-            yield images[start : start + size], labels[start : start + size]
 
     def training(self, num: int) -> Pixels:
         """Training images as they are, uint8 [N, H, W, C], always the same ones; scenes as large as the model's."""

@@ -22,11 +22,12 @@ from cnmm.evaluation.measure import Progress, measure
 from cnmm.evaluation.plot import plot_frontier
 from cnmm.evaluation.search import Rules
 from cnmm.evaluation.statistics import load_statistics, statistics_bytes
+from cnmm.export.written import with_written_costs
 from cnmm.frontier import FRONTIER_FILE, Frontier, load_frontier
 from cnmm.mixture import Mixture
 from cnmm.orders import ORDERS_FILE, save_orders
 from cnmm.run_folder import CHECKPOINTS, WEIGHTS_FILE
-from cnmm.run_images import RunImages
+from cnmm.run_images import CHOSEN_ON_TEST, RunImages
 
 KEPT = "frontier"
 """Folder among the checkpoints for what was measured so far."""
@@ -64,6 +65,8 @@ def measure_frontier(
 ) -> Frontier:
     """Measures the frontier of a run, or goes on doing so, and writes it. See `Run.measure`."""
     split, part, chosen = images.measured(num_images)
+    if split == CHOSEN_ON_TEST:
+        logger.warning("this run held no images out: points are chosen on test images, and labelled so")
     with locked(folder, "cnmm frontier"):
         sweep(folder)
         place, weights = folder / CHECKPOINTS / KEPT, checksum(folder / WEIGHTS_FILE)
@@ -88,7 +91,7 @@ def measure_frontier(
             kept=kept,
             on_progress=on_progress,
         )
-        frontier = _write(folder, frontier, weights, latency)
+        frontier = _write(folder, with_written_costs(model, frontier), weights, latency)
         kept.clear()
     return frontier
 

@@ -28,7 +28,7 @@ PAPER = {
     "run_folder",
 }
 VALUES = {"budget", "cascade", "frontier", "ladder", "pictures"}
-RUN = {"run", "run_held_out", "run_images", "run_measuring", "run_training"}
+RUN = {"run", "run_exporting", "run_held_out", "run_images", "run_measuring", "run_training"}
 BELOW_EVALUATION = {"private", "paper", "values", "data"}
 MAY_IMPORT = {
     "private": set(),

@@ -10,13 +10,18 @@ from tyro.conf import Positional, arg
 
 from cnmm.budget import parse_budget
 from cnmm.cli.signals import stopping
-from cnmm.cli.terminal import NO_HINT, Bar, Common, percent, point_row, print_table, say
+from cnmm.cli.terminal import NO_HINT, Bar, Common, cells, percent, point_row, print_table, say
 from cnmm.frontier import FRONTIER_FILE, Frontier, find_frontier, metric_words
 from cnmm.runtime.latency import measured_p95
 
 if TYPE_CHECKING:
     from cnmm.evaluation.measure import Progress
 
+COUNTS = {
+    "written": "macs and params are the mixture's, as in the paper; what `export` writes costs the written ones",
+    "mixture": "macs and params are those of the ladder's files; the mixture's are what its run counts",
+}
+"""What the figures of a point are, by the name of the other count beside them."""
 RuleName = Literal["flow", "flow_per_mac", "damage", "both", "all"]
 MetricName = Literal["accuracy", "mean_class_accuracy", "miou", "pixel_accuracy"]
 
@@ -99,23 +104,29 @@ class Choose:
 
     def show(self, answer: dict[str, Any]) -> None:
         time = "" if answer["latency_ms"] is None else f"{answer['latency_ms']:.3g}"
-        row = (answer["name"], f"{answer['macs']:,}", f"{answer['params']:,}", time, percent(answer["quality"]))
+        other = "mixture" if answer["mixture_macs"] is not None else "written"
+        row = (*cells(answer, "name", "macs", "params", f"{other}_macs", f"{other}_params"), time)
+        columns = ("point", "macs", "params", f"{other} macs", f"{other} params", "p95 ms")
         quality = f"{metric_words(answer['metric'])} %"
-        print_table(("point", "macs", "params", "p95 ms", quality), [row], left=("point",))
+        print_table((*columns, quality), [(*row, percent(answer["quality"]))], left=("point",))
+        say(COUNTS[other])
 
 
 def show_envelope(frontier: Frontier) -> None:
     """The envelope as a table."""
     envelope = frontier.envelope()
     tested = any(point.test_quality is not None for point in envelope)
+    written = all(point.written_macs is not None for point in envelope)
     rows = []
     for point in envelope:
         row = [point.name, f"{point.macs:,}", f"{point.macs / frontier.full_macs:.1%}", f"{point.params:,}"]
+        row += [f"{point.written_macs:,}"] if written else []
         row += [percent(point.quality), f"{percent(point.low)} - {percent(point.high)}", percent(point.raw_quality)]
         rows.append(row + ([percent(point.test_quality)] if tested else []))
     quality = f"{metric_words(frontier.metric)} %"
-    columns = ("point", "macs", "of full", "params", quality, "95 % interval", "raw %")
-    print_table((*columns, "test %") if tested else columns, rows, left=("point",))
+    columns = ["point", "macs", "of full", "params", *(["written macs"] if written else [])]
+    columns += [quality, "95 % interval", "raw %", *(["test %"] if tested else [])]
+    print_table(columns, rows, left=("point",))
 
 
 class MeasuringBar(Bar):

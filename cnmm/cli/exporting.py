@@ -13,6 +13,9 @@ from cnmm.cli.terminal import NO_HINT, Bar, Common, cells, percent, point_row, p
 from cnmm.frontier import metric_words
 from cnmm.plan import require_torch
 
+COSTS = ("macs", "params", "mixture_macs", "mixture_params")
+"""Of a written network, and of the mixture at the same point."""
+COST_WORDS = ("macs", "params", "mixture's macs", "mixture's params")
 RunFolder = Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
 BudgetText = Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="(default: nothing cut)")]
 PointName = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
@@ -37,15 +40,15 @@ class Slim:
 
     def answer(self) -> dict[str, Any]:
         require_torch()
+        from cnmm.export.slim import costs
         from cnmm.run import Run
 
         network = Run(self.run, data=self.data).slim(budget=self.budget, point=self.point, out=self.out)
-        cost = {"macs": network.cost.macs, "params": network.cost.params}
         size = (self.out / "model.safetensors").stat().st_size
-        return {"folder": str(self.out), "point": network.point.name, **cost, "bytes": size}
+        return {"folder": str(self.out), "point": network.point.name, **costs(network), "bytes": size}
 
     def show(self, answer: dict[str, Any]) -> None:
-        print_table(("point", "macs", "params", "bytes"), [cells(answer, "point", "macs", "params", "bytes")])
+        show_network(answer, "bytes")
         say(f"written: {answer['folder']} (cnmm.load_slim reads it)")
 
 
@@ -83,7 +86,7 @@ class Export:
         made = Run(self.run, data=self.data).export(
             self.out, budget=self.budget, point=self.point, precision=self.precision, any_size=self.any_size
         )
-        names = ("point", "macs", "params", "precision")
+        names = ("point", *COSTS, "precision")
         answer = {"file": str(made.file), **{name: getattr(made, name) for name in names}, "bytes": made.num_bytes}
         if made.quality and made.float32_quality:
             metric, before = made.quality.metric, made.float32_quality.value
@@ -109,19 +112,32 @@ class Export:
 
     def show(self, answer: dict[str, Any]) -> None:
         if "points" in answer:
-            columns, points = ("name", "macs", "params"), answer["points"]
-            rows = [(*cells(row, *columns), percent(row["quality"])) for row in points]
-            print_table(("point", *columns[1:], f"{metric_words(answer['metric'])} %"), rows)
-            words = f"{len(rows)} points and a cascade of {answer['stages']} stages, {answer['bytes']:,} bytes"
-            say(f"written: {answer['folder']}: {words}; try: cnmm predict {answer['folder']} IMAGE --budget 40%")
+            self._show_ladder(answer)
             return
-        names = ("point", "macs", "params", "precision", "bytes")
-        print_table(names, [cells(answer, *names)])
+        show_network(answer, "precision", "bytes")
         if "quality" in answer:
             before, after = percent(answer["float32_quality"]), percent(answer["quality"])
             words = f"{before} % in float32, {after} % in int8, {answer['n']:,} held-out images"
             say(f"{metric_words(answer['metric'])}: {words}")
         say(f"written: {answer['file']}")
+
+    def _show_ladder(self, answer: dict[str, Any]) -> None:
+        points, words = answer["points"], f"{metric_words(answer['metric'])} %"
+        shown = {"quality": words}
+        if any(row["float32_quality"] is not None for row in points):
+            shown = {"float32_quality": f"float32 {words}", "quality": f"int8 {words}"}
+        rows = [(*cells(row, "name", *COSTS), *(percent(row[name]) for name in shown)) for row in points]
+        print_table(("point", *COST_WORDS, *shown.values()), rows)
+        if self.ladder is not None and len(rows) < self.ladder:
+            say(f"{len(rows)} points, not {self.ladder}: no other measured point is better than every cheaper one")
+        say("macs and params are those of the files, and budgets go by them; the run counts the mixture's")
+        size = f"{len(rows)} points and a cascade of {answer['stages']} stages, {answer['bytes']:,} bytes"
+        say(f"written: {answer['folder']}: {size}; try: cnmm predict {answer['folder']} IMAGE --budget 40%")
+
+
+def show_network(answer: dict[str, Any], *more: str) -> None:
+    """A written network as a table of one row."""
+    print_table(("point", *COST_WORDS, *more), [cells(answer, "point", *COSTS, *more)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,8 @@ def point_row(point: FrontierPoint) -> dict[str, Any]:
 
 def cells(row: dict[str, Any], *names: str) -> tuple[str, ...]:
     """Some fields of a row as a table shows them."""
-    return tuple(f"{row[name]:,}" if isinstance(row[name], int) else str(row[name]) for name in names)
+    values = ("" if row[name] is None else row[name] for name in names)
+    return tuple(f"{value:,}" if isinstance(value, int) else str(value) for value in values)
 
 
 def percent(share: float | None) -> str:

@@ -4,12 +4,17 @@ A price of macs, in right answers, makes the two comparable. Given a price and w
 every held-out image whether going on pays; an exit's confidence is the one that lets those go on for which it does, as
 well as one threshold can tell. Prices from high to low give all average budgets.
 
-Shapes: N images, E exits, the last of which takes all that come.
+Thresholds fit the images that they are found on. So they are found on all but a fifth of them, five times over: their
+averages are the thresholds, smoother than any of the five, and each fifth says what the thresholds found without it are
+worth. Where spending more is worth less, and clearly so, the dearer thresholds are left out.
+
+Shapes: N images, E exits, the last of which takes all that come; R rows of thresholds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +25,7 @@ from cnmm.cascade import Cascade, Threshold, stage_macs
 from cnmm.cost import CostTable
 from cnmm.evaluation.batches import Batches
 from cnmm.evaluation.kept import Kept
-from cnmm.evaluation.quality import Floats
+from cnmm.evaluation.quality import Choices, Floats
 from cnmm.evaluation.task import task_of
 from cnmm.lattice import OperatingPoint
 from cnmm.mixture import Mixture
@@ -30,13 +35,16 @@ Exits = npt.NDArray[np.intp]
 """At which exit each image leaves."""
 NEVER = 1.0 + 1e-6
 """A confidence that no image reaches."""
-PRICES = (*np.geomspace(100, 1e-3, 101).tolist(), 0.0)
+PRICES = (*np.geomspace(100, 1e-3, 51).tolist(), 0.0)
 """Of all stages' macs, in right answers per image."""
-QUANTILES = np.linspace(0, 1, 101)
-"""Where an exit's confidence may lie, among those of the images that reach it."""
+LEVELS = 100
+"""An exit's confidence is one of about so many of those of the images that reach it."""
 SWEEPS = 3
 GAP = 0.01
-"""Average macs between two rows at most, as a part of all stages': between rows, confidences are interpolated."""
+"""Average macs between two rows at most, as a part of all stages'."""
+FOLDS = 5
+CLEARLY = 1.0
+"""Standard errors by which cheaper thresholds must be better than dearer ones to replace them."""
 SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)
 """Macs of the cascades that are tried, as parts of the full mixture's."""
 BUDGETS = tuple(k / 20 for k in range(3, 19))
@@ -91,9 +99,14 @@ def _measured(
     with torch.no_grad():
         for _, (images, target) in kept.sweep(batches, choices.state, choices.restore):
             choices.add(list(model.forward_exits(images, point).values()), target)
+    return calibrated(point.name, macs, choices, metric, split)
+
+
+def calibrated(point: str, macs: Mapping[int, int], choices: Choices, metric: str, split: str) -> Cascade:
+    """The cascade of a point by what its exits answered; `macs`: of the stage of each exit."""
     rows = calibrate(choices.confidence, choices.worth, tuple(macs.values()), choices.quality)
     return Cascade(
-        point=point.name,
+        point=point,
         exits=tuple(macs),
         macs=tuple(macs.values()),
         thresholds=rows,
@@ -106,20 +119,64 @@ def _measured(
 def calibrate(
     confidence_NE: Floats, worth_NE: Floats, macs: Sequence[int], quality: Callable[[Exits], float] | None = None
 ) -> tuple[Threshold, ...]:
-    """Thresholds from "leave at once" to "never early", with what they spend on these images, cheapest first.
+    """Thresholds from "leave at once" on, with what they spend on these images, cheapest first: more is never worse.
 
     No exit asks for less where more may be spent. `worth_NE` is what answers are worth; `macs` are those of each stage;
-    `quality` measures where images leave, by the mean worth of the answers they leave with unless told.
+    `quality` measures where images leave, by the mean worth of the answers they leave with unless told. The quality of
+    a row is that of images on which its thresholds were not found.
     """
     count = _Count(confidence_NE, worth_NE.astype(np.float64), np.cumsum(macs), quality)
-    early = confidence_NE.shape[1] - 1
-    confidence = np.zeros(early)
-    rows = [count.row(confidence)]
-    for price in PRICES:
-        confidence = np.maximum(confidence, count.best(price))
-        rows += count.between(rows[-1], count.row(confidence))
-    rows += count.between(rows[-1], count.row(np.full(early, NEVER)))
-    return tuple(rows)
+    folds = _folds(len(confidence_NE))
+    paths = [count.only(~fold).path() if len(folds) > 1 else count.path() for fold in folds]
+    path = np.mean(paths, 0)
+    places = count.places(path)
+    leaves_RN = np.empty((len(places), len(confidence_NE)), np.intp)
+    for fold, own in zip(folds, paths, strict=True):
+        part = count.only(fold)
+        for row, place in enumerate(places):
+            leaves_RN[row, fold] = part.leaves(_at(own, place))
+    kept = _worthwhile(np.take_along_axis(count.worth_NE, leaves_RN.T, 1).T)
+    values = _rising([count.quality(leaves_RN[row]) for row in kept])
+    return tuple(count.row(_at(path, places[row]), value) for row, value in zip(kept, values, strict=True))
+
+
+def _folds(num: int) -> list[npt.NDArray[np.bool_]]:
+    """Images in parts of equal size, at random, always the same: which images are in each."""
+    parts = min(FOLDS, num)
+    drawn = np.random.default_rng(0).permutation(num) % parts
+    return [drawn == part for part in range(parts)]
+
+
+def _at(path: Floats, place: float) -> Floats:
+    """The confidences at a place of a path, between its corners."""
+    corner = min(int(place), len(path) - 2)
+    found: Floats = path[corner] + (place - corner) * (path[corner + 1] - path[corner])
+    return found
+
+
+def _worthwhile(worth_RN: Floats) -> list[int]:
+    """The rows, cheapest first, that are not clearly worse than the best of the cheaper ones, image by image."""
+    kept, best = [0], 0
+    for row in range(1, len(worth_RN)):
+        loss_N = worth_RN[best] - worth_RN[row]
+        if loss_N.sum() > CLEARLY * np.sqrt((loss_N**2).sum()):
+            continue
+        kept.append(row)
+        if loss_N.sum() <= 0:
+            best = row
+    return kept
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The nearest values that never fall: where they do, neighbours share their mean (what falls is not clear)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, num = value, 1
+        while blocks and blocks[-1][0] >= mean:
+            before, more = blocks.pop()
+            mean, num = (before * more + mean * num) / (more + num), more + num
+        blocks.append((mean, num))
+    return [mean for mean, num in blocks for _ in range(num)]
 
 
 class _Count:
@@ -133,57 +190,87 @@ class _Count:
         confidence_NE: Floats,
         worth_NE: Floats,
         passed: npt.NDArray[np.int64],
-        quality: Callable[[Exits], float] | None,
+        quality: Callable[[Exits], float] | None = None,
     ) -> None:
         self.confidence_NE, self.worth_NE, self.passed = confidence_NE, worth_NE, passed
         self.quality = quality or self._mean_worth
+        self.order_NE = np.argsort(confidence_NE, 0, kind="stable")
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> _Count:
+        """The same for some of the images."""
+        return _Count(self.confidence_NE[chosen], self.worth_NE[chosen], self.passed)
 
     def _mean_worth(self, leaves: Exits) -> float:
         return float(self.worth_NE[np.arange(len(leaves)), leaves].mean())
 
-    def row(self, confidence: Floats) -> Threshold:
-        """What these confidences spend and give."""
+    def row(self, confidence: Floats, quality: float) -> Threshold:
+        """What these confidences spend."""
         leaves, (num, exits) = self.leaves(confidence), self.worth_NE.shape
         return Threshold(
             confidence=tuple(confidence.tolist()),
-            average_macs=float(self.passed[leaves].mean()),
-            quality=self.quality(leaves),
+            average_macs=self.spends(confidence),
+            quality=quality,
             exits=tuple((np.bincount(leaves, minlength=exits) / num).tolist()),
         )
 
-    def leaves(self, confidence: Floats, first: int = 0) -> Exits:
-        """The exit at which each image leaves, of those from `first` on."""
-        sure = self.confidence_NE[:, first:-1] >= confidence[first:]
+    def spends(self, confidence: Floats) -> float:
+        """Average macs."""
+        return float(self.passed[self.leaves(confidence)].mean())
+
+    def leaves(self, confidence: Floats) -> Exits:
+        """The exit at which each image leaves."""
+        sure = self.confidence_NE[:, :-1] >= confidence
         found: Exits = np.concatenate([sure, np.ones((len(sure), 1), bool)], 1).argmax(1)
-        return found + first
+        return found
+
+    def path(self) -> Floats:
+        """The confidences at every price, from "leave at once" to "never early"; none of them ever falls."""
+        early = self.confidence_NE.shape[1] - 1
+        corners = [np.zeros(early)]
+        for price in PRICES:
+            corners.append(np.maximum(corners[-1], self.best(price)))
+        return np.array([*corners, np.full(early, NEVER)])
 
     def best(self, price: float) -> Floats:
         """The confidence of every early exit that pays most at a price: from the last exit to the first, some times."""
-        num, exits = self.worth_NE.shape
+        exits = self.worth_NE.shape[1]
         worth_NE = self.worth_NE - price * self.passed / self.passed[-1]
         confidence = np.full(exits - 1, NEVER)
         for sweep in range(SWEEPS):
+            goes_on = worth_NE[:, -1]
             for exit in reversed(range(exits - 1)):
-                goes_on = worth_NE[np.arange(num), self.leaves(confidence, exit + 1)]
-                # Of the images that come so far; at first, the earlier exits have no confidence yet.
-                here = (self.confidence_NE[:, :exit] < confidence[:exit]).all(1) if sweep else np.ones(num, bool)
-                if here.any():
-                    gain = goes_on[here] - worth_NE[here, exit]
-                    confidence[exit] = _best_level(self.confidence_NE[here, exit], gain)
+                sure, order = self.confidence_NE[:, exit], self.order_NE[:, exit]
+                if sweep:  # of the images that come so far; at first, the earlier exits have no confidence yet
+                    order = order[(self.confidence_NE[order, :exit] < confidence[:exit]).all(1)]
+                if len(order):
+                    confidence[exit] = _best_level(sure[order], (goes_on - worth_NE[:, exit])[order])
+                goes_on = np.where(sure >= confidence[exit], worth_NE[:, exit], goes_on)
         return confidence
 
-    def between(self, low: Threshold, high: Threshold, depth: int = 16) -> list[Threshold]:
-        """The rows after `low` up to `high`: with others in between, where they lie too far apart."""
-        distance = high.average_macs - low.average_macs
+    def places(self, path: Floats) -> list[float]:
+        """Places of a path, as corner and part of the way to the next, whose average macs rise in small steps."""
+        spends = [self.spends(corner) for corner in path]
+        places = [0.0]
+        for corner, (low, high) in enumerate(itertools.pairwise(spends)):
+            places += self._between(path, (corner, low), (corner + 1, high))
+        places[-1] = len(path) - 1.0  # of those that let all images pass, the one that always will
+        return places
+
+    def _between(
+        self, path: Floats, low: tuple[float, float], high: tuple[float, float], depth: int = 16
+    ) -> list[float]:
+        """The places after `low` up to `high`, each given with its average macs."""
+        distance = high[1] - low[1]
         if distance <= GAP * self.passed[-1] or not depth:
-            return [high] if distance > 0 else []
-        middle = self.row(np.mean([low.confidence, high.confidence], 0))
-        return self.between(low, middle, depth - 1) + self.between(middle, high, depth - 1)
+            return [high[0]] if distance > 0 else []
+        place = (low[0] + high[0]) / 2
+        middle = place, self.spends(_at(path, place))
+        return self._between(path, low, middle, depth - 1) + self._between(path, middle, high, depth - 1)
 
 
 def _best_level(confidence: Floats, gain: Floats) -> float:
-    """The level below which going on gains most in all; `gain` is what each image gains by it."""
-    levels = np.unique([0.0, NEVER, *np.quantile(confidence, QUANTILES)])
-    order = np.argsort(confidence)
-    below = np.concatenate([[0.0], np.cumsum(gain[order])])
-    return float(levels[below[np.searchsorted(confidence[order], levels)].argmax()])
+    """The level below which going on gains most in all; `gain` is what each image gains by it, both by confidence."""
+    last = len(confidence) - 1
+    levels = np.concatenate([[0.0], confidence[: last + 1 : max(1, last // LEVELS)], confidence[last:], [NEVER]])
+    below = np.concatenate([[0.0], np.cumsum(gain)])
+    return float(levels[below[np.searchsorted(confidence, levels)].argmax()])

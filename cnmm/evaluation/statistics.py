@@ -65,9 +65,14 @@ def settled(model: Mixture, frontier: Frontier, name: str) -> Mixture:
     """The mixture with the statistics that a frontier measured a point with (or its cascade, by the point's name)."""
     if frontier.points[0].statistics == RAW:
         return with_statistics(model, {})
-    if name not in frontier.buffers:
-        raise UserError(f"the statistics of {name} are not stored with the frontier; measure again: cnmm frontier RUN")
+    check_known(frontier, name)
     return with_statistics(model, frontier.buffers[name])
+
+
+def check_known(frontier: Frontier, name: str) -> None:
+    """Refuses a point whose re-estimated statistics a frontier lacks."""
+    if frontier.points[0].statistics != RAW and name not in frontier.buffers:
+        raise UserError(f"the statistics of {name} are not stored with the frontier; measure again: cnmm frontier RUN")
 
 
 def statistics_bytes(buffers: Mapping[str, Mapping[str, Tensor]]) -> bytes:

@@ -14,13 +14,14 @@ Torch-free.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 from cnmm.config import MixtureConfig
-from cnmm.cost import CLASSIFIER_CHANNELS
+from cnmm.cost import CLASSIFIER_CHANNELS, Cost
 from cnmm.export.ingredients import (
     ClassifierNorm,
     ClassifierPart,
@@ -93,6 +94,20 @@ class Graph:
         for step in self.steps:
             shapes[step.name] = _shape(step, [shapes[name] for name in step.inputs], size)
         return shapes
+
+    @property
+    def cost(self) -> Cost:
+        """What the written network costs: macs of its convolutions, scales among them, and values of its tensors."""
+        return self.cost_of(self.steps)
+
+    def cost_of(self, steps: Iterable[Step]) -> Cost:
+        """What some of the steps cost: a scale is written as a convolution of every channel by itself, and counts.
+
+        Activations do not, in whatever form they are written.
+        """
+        steps = [step for step in steps if step.tensors]
+        macs = sum(prod(step.shape) * prod(self.shapes[step.name][1:]) for step in steps)
+        return Cost(macs, sum(prod(shape) for step in steps for shape in step.tensors.values()))
 
     def stages(self) -> list[tuple[Step, ...]]:
         """The steps that each exit needs beyond those of the exits before it."""

@@ -5,7 +5,8 @@ Files are compared with the network in torch, at two batch sizes, before they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,22 +14,27 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from cnmm._errors import INSTALL_TRAIN, UserError
 from cnmm._files import write_atomically
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.data.dataset import Images, Labels
 from cnmm.data.masks import Mask
+from cnmm.evaluation.classification import Z_95
 from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.task import task_of
 from cnmm.export.onnx_writer import onnx_model, onnx_stages
-from cnmm.export.quantise import quantised
-from cnmm.export.slim import SlimNetwork
+from cnmm.export.quantise import image_batches, quantised
+from cnmm.export.slim import SlimNetwork, costs
+from cnmm.frontier import FrontierPoint, metric_words
 from cnmm.ladder import IMAGE
 from cnmm.mixture import Mixture
 
 ExportPrecision = Literal["float32", "int8"]
 LabelledImages = tuple[Images, Labels | Mask]
+Validation = Callable[[], Iterable[LabelledImages]]
+"""Batches of images with labels, read anew each time."""
 TOLERANCE = 1e-4
 """Largest difference of a probability between the file and the network in torch."""
 
@@ -95,16 +101,21 @@ def onnx_bytes(
 ) -> bytes:
     """A slim network as a checked ONNX file."""
     check_any_size(network.config, any_size)
-    metadata = {"precision": precision, "macs": network.cost.macs, **metadata}
+    metadata = {"precision": precision, **costs(network), **metadata}
     with _needs_onnx():
         model = onnx_model(network.graph, _tensors(network), preprocessing, any_size=any_size, **metadata)
     data: bytes = model.SerializeToString()
     _check([data], network, preprocessing, any_size)
     if precision == "int8":
-        if calibration is None or not len(calibration):
-            raise UserError("int8 needs images to calibrate on; give them with --data")
-        data = quantised(data, calibration)
+        data = quantised(data, image_batches(calibrating(calibration)))
     return data
+
+
+def calibrating(images: Images | None) -> Images:
+    """The images to calibrate on, if there are any."""
+    if images is None or not len(images):
+        raise UserError("int8 needs images to calibrate on; give them with --data")
+    return images
 
 
 def stage_bytes(
@@ -135,12 +146,7 @@ def _check(files: Sequence[bytes], network: SlimNetwork, preprocessing: Preproce
         x = (torch.from_numpy(images).permute(0, 3, 1, 2).float() - mean) / std
         with torch.no_grad():
             expected = list(network.forward_exits(x).values())
-        made: dict[str, npt.NDArray[Any]] = {IMAGE: images}
-        for session, wanted in zip(sessions, expected[-len(sessions) :], strict=True):
-            names = [output.name for output in session.get_outputs()]
-            feed = {source.name: made[source.name] for source in session.get_inputs()}
-            made.update(zip(names, session.run(names, feed), strict=True))
-            answer = torch.from_numpy(made.pop(names[0]))
+        for answer, wanted in zip(walk(sessions, {IMAGE: images}), expected[-len(sessions) :], strict=True):
             found = answer.softmax(1) if segments else answer
             worst = float((found - wanted.softmax(1)).abs().max())
             if not worst <= TOLERANCE:
@@ -148,6 +154,15 @@ def _check(files: Sequence[bytes], network: SlimNetwork, preprocessing: Preproce
                     f"the exported network differs from the one in torch by {worst:.1e} in a probability "
                     f"(allowed is {TOLERANCE:.0e}); nothing was written; please report this with your versions"
                 )
+
+
+def walk(sessions: Iterable[Any], made: dict[str, npt.NDArray[Any]]) -> Iterator[Tensor]:
+    """The answer of one file after the other; what a file makes for later ones joins what was `made` before."""
+    for session in sessions:
+        names = [output.name for output in session.get_outputs()]
+        feed = {source.name: made[source.name] for source in session.get_inputs()}
+        made.update(zip(names, session.run(names, feed), strict=True))
+        yield torch.from_numpy(made.pop(names[0]))
 
 
 def open_onnx(data: bytes, threads: int = 1) -> Any:
@@ -167,6 +182,17 @@ def quality_of_file(data: bytes, batches: Iterable[LabelledImages], config: Mixt
         (answers,) = session.run(None, {IMAGE: images})
         meter.add(torch.from_numpy(answers), torch.from_numpy(labels))
     return meter.quality(metric)
+
+
+def check_quality(point: FrontierPoint, found: Quality) -> None:
+    """Refuses a network whose quality on some of the images that its point was measured on is far from the point's."""
+    spread = (point.high - point.low) / (2 * Z_95) * math.sqrt(max(0.0, point.n / found.n - 1))
+    allowed = max(0.01, 2 / found.n) + 4 * spread + 1e-9
+    if abs(found.value - point.quality) > allowed:
+        raise UserError(
+            f"{point.name}: its network has {metric_words(point.metric)} {found.value:.4f} on {found.n:,} "
+            f"{point.split} images, measured was {point.quality:.4f}; nothing was written; measure again: cnmm frontier"
+        )
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cnmm import __version__
+from cnmm._files import FORMAT_VERSION
 from cnmm.config import Preprocessing
 from cnmm.export.graph import Graph, Step
 from cnmm.ladder import IMAGE, LOGITS, PROBABILITIES
@@ -22,6 +24,8 @@ from cnmm.ladder import IMAGE, LOGITS, PROBABILITIES
 Array = npt.NDArray[Any]
 OPSET = 18
 IR_VERSION = 10
+RESIZE_RULE = "scale by the larger of height/image_height and width/image_width, bicubic; then crop at the centre"
+"""How images of another size are fitted (`cnmm.data.images.fit_image`), in words for whoever reads the file."""
 
 
 def onnx_model(
@@ -78,7 +82,8 @@ class _Writer:
             ir_version=IR_VERSION,
             producer_name="cnmm",
         )
-        helper.set_model_props(model, {key: str(value) for key, value in self._metadata(metadata).items()})
+        about = {**self._metadata(steps), **metadata}
+        helper.set_model_props(model, {key: str(value) for key, value in about.items()})
         return model
 
     def _floats(self, name: str, shaped_like: str) -> Any:
@@ -92,16 +97,26 @@ class _Writer:
         """Height and width of a tensor, or names for them."""
         return [f"{name}.{side}" for side in ("height", "width")] if self.any_size and size else size
 
-    def _metadata(self, more: Mapping[str, object]) -> dict[str, object]:
-        about = self.about
+    def _metadata(self, steps: Sequence[Step]) -> dict[str, object]:
+        """What somebody needs to know who has the file alone: what to feed it, and what its answers mean."""
+        about, cost = self.about, self.graph.cost_of(steps)
         return {
+            "cnmm_version": __version__,
+            "format_version": FORMAT_VERSION,
             "model": self.graph.config.name,
+            "task": self.graph.config.task,
             "point": self.graph.point.name,
+            "macs": cost.macs,
+            "params": cost.params,
             "classes": json.dumps(about.classes),
+            "input_size": json.dumps(about.size),
+            "layout": "NHWC",
+            "dtype": "uint8",
+            "colour_order": "grey" if about.channels == 1 else "RGB" if about.channels == 3 else "unknown",
+            "resize": RESIZE_RULE,
             "mean": json.dumps(about.mean),
             "std": json.dumps(about.std),
-            "input_size": json.dumps(about.size),
-            **more,
+            "normalisation": "inside the network: (value / 255 - mean) / std",
         }
 
     def _prepare(self) -> None:

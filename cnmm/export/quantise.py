@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cnmm._files import scratch_folder
 from cnmm.data.dataset import Images
@@ -14,19 +17,18 @@ LARGE = 2**16
 """Values of an image from which on they go through the network one by one, for the sake of memory."""
 
 
-def quantised(data: bytes, images: Images) -> bytes:
-    """The same network with int8 weights and activations, whose ranges are learned on images."""
+def quantised(data: bytes, feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> bytes:
+    """The same network with int8 weights and activations, whose ranges are learned on batches of its inputs."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            at_once = 32 if images[0].size < LARGE else 1
-            self.left = iter(np.array_split(images, max(1, len(images) // at_once)))
+            self.left = iter(feeds)
 
-        def get_next(self) -> dict[str, Images] | None:
+        def get_next(self) -> dict[str, npt.NDArray[Any]] | None:
             batch = next(self.left, None)
-            return None if batch is None else {IMAGE: batch}
+            return None if batch is None else dict(batch)
 
     with scratch_folder() as folder:
         plain, prepared, done = (str(folder / name) for name in ("plain.onnx", "prepared.onnx", "int8.onnx"))
@@ -43,3 +45,9 @@ def quantised(data: bytes, images: Images) -> bytes:
             op_types_to_quantize=["Conv", "Concat", "AveragePool", "MaxPool", "GlobalAveragePool", "Add"],
         )
         return Path(done).read_bytes()
+
+
+def image_batches(images: Images) -> list[dict[str, Images]]:
+    """Images as a network's inputs, some at a time."""
+    at_once = 32 if images[0].size < LARGE else 1
+    return [{IMAGE: batch} for batch in np.array_split(images, max(1, len(images) // at_once))]

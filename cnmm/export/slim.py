@@ -62,7 +62,12 @@ class SlimNetwork(nn.Module):
 
     @property
     def cost(self) -> Cost:
-        """That of its operating point; a network of several exits counts every classifier."""
+        """Of this network, as it is written and runs."""
+        return self.graph.cost
+
+    @property
+    def mixture_cost(self) -> Cost:
+        """Of the mixture at the same point, before anything is folded; several exits count every classifier."""
         table = CostTable.of(self.config)
         return table.total(table.lattice.exit_edges(self.point.exit, self.point.edges), len(self.graph.exits))
 
@@ -157,8 +162,14 @@ def save_slim(network: SlimNetwork, folder: str | Path, **about: Any) -> None:
     described = {field: getattr(point, field) for field in ("name", "rule", "cuts", "exit")}
     described["edges"] = sorted(map(list, point.edges))
     slim = {"point": described, "exits": list(network.graph.exits)}
-    cost = {"macs": network.cost.macs, "params": network.cost.params}
-    write_json(folder / CONFIG_FILE, {"model": network.config.to_dict(), "slim": slim, **cost, **about})
+    write_json(folder / CONFIG_FILE, {"model": network.config.to_dict(), "slim": slim, **costs(network), **about})
+
+
+def costs(network: SlimNetwork) -> dict[str, int]:
+    """What a network costs as it is written, and what the mixture costs at the same point, as files say it."""
+    own, mixture = network.cost, network.mixture_cost
+    mixed = {"mixture_macs": mixture.macs, "mixture_params": mixture.params}
+    return {"macs": own.macs, "params": own.params, **mixed}
 
 
 def load_slim(folder: str | Path) -> SlimNetwork:

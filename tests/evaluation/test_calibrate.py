@@ -36,28 +36,71 @@ def test_rows_against_a_literal_count():
     assert rows[-1].confidence == (NEVER, NEVER)
     assert (rows[0].average_macs, rows[-1].average_macs) == (10, 75)
     for row in rows[:: len(rows) // 9]:
-        spent, hits, leaving = counted(confidence, right, MACS, row.confidence)
+        spent, _, leaving = counted(confidence, right, MACS, row.confidence)
         assert row.average_macs == pytest.approx(spent)
-        assert row.quality == pytest.approx(hits)
         assert row.exits == pytest.approx(leaving)
+    for row in (rows[0], rows[-1]):  # nothing was found on images
+        assert row.quality == pytest.approx(counted(confidence, right, MACS, row.confidence)[1], abs=0.02)
 
 
-def test_more_macs_never_ask_for_less_confidence_and_leave_no_gap():
+def test_more_macs_never_ask_for_less_confidence_and_are_never_worse():
     rows = calibrate(*images(2000), MACS)
+    steps = []
     for low, high in itertools.pairwise(rows):
-        assert 0 < high.average_macs - low.average_macs <= GAP * sum(MACS)
+        steps.append(high.average_macs - low.average_macs)
         assert all(a <= b for a, b in zip(low.confidence, high.confidence, strict=True))
+        assert low.quality <= high.quality
+    assert min(steps) > 0
+    assert np.median(steps) <= GAP * sum(MACS)
+
+
+def test_no_row_promises_more_than_it_holds():
+    """On few images, thresholds look better than they are; a row says what others are worth on images they missed."""
+    others = images(4000, seed=99)
+    excess = []
+    for seed in range(12):
+        row = [row for row in calibrate(*images(60, seed=seed), MACS) if row.average_macs <= 45][-1]
+        excess.append(row.quality - counted(*others, MACS, row.confidence)[1])
+    assert np.mean(excess) < 0.005
+
+
+def worse_at_the_end(num, seed):
+    """The last exit is worse than the one before it, and as sure."""
+    confidence, right = images(num, seed=seed)
+    right[:, 2] &= np.random.default_rng(seed).uniform(size=num) < 0.8
+    return confidence, right
+
+
+def test_spending_more_is_not_worse_where_the_last_exit_is():
+    """However much may be spent, an exit that loses is not asked."""
+    others = worse_at_the_end(4000, seed=99)
+    losses = []
+    for seed in range(4):
+        rows = calibrate(*worse_at_the_end(500, seed), MACS)
+        hits = [counted(*others, MACS, row.confidence)[1] for row in (*rows[:: len(rows) // 10], rows[-1])]
+        losses.append(max(hits) - hits[-1])
+        assert hits[-1] > others[1][:, 2].mean() + 0.03
+    assert np.mean(losses) < 0.015
+
+
+def test_chance_does_not_stop_what_pays():
+    """Forty images often say that the last exit is worse, by one or two of them: that is not believed."""
+    others = images(4000, seed=99)
+    ends = [calibrate(*images(40, seed=seed), MACS)[-1] for seed in range(12)]
+    worth = [counted(*others, MACS, last.confidence)[1] for last in ends]
+    assert np.mean(worth) > others[1][:, 2].mean() - 0.01
 
 
 def test_nearly_the_best_of_all_thresholds():
     """Every pair of thresholds on a grid: none is more accurate for the same macs, but for little."""
     confidence, right = images(400)
     rows = calibrate(confidence, right, MACS)
+    found = [counted(confidence, right, MACS, row.confidence)[1] for row in rows]
     grid = [0.0, *np.quantile(confidence, np.linspace(0.02, 0.98, 25)), NEVER]
     for needed in itertools.product(grid, repeat=2):
         spent, hits, _ = counted(confidence, right, MACS, needed)
-        ours = max(row.quality for row in rows if row.average_macs <= spent + GAP * sum(MACS))
-        assert ours >= hits - 0.01, needed
+        ours = max(own for row, own in zip(rows, found, strict=True) if row.average_macs <= spent + GAP * sum(MACS))
+        assert ours >= hits - 0.02, needed
 
 
 def test_better_than_one_threshold_for_all_exits():
@@ -86,9 +129,8 @@ def test_an_exit_that_is_never_right_is_passed():
     confidence, right = images(500)
     right[:, 1] = False
     rows = calibrate(confidence, right, MACS)
-    best = max(rows, key=lambda row: (row.quality, -row.average_macs))
-    assert best.exits[1] == 0
-    assert best.quality >= right[:, [0, 2]].mean(0).max()
+    assert rows[-1].exits[1] == 0
+    assert counted(confidence, right, MACS, rows[-1].confidence)[1] >= right[:, [0, 2]].mean(0).max()
 
 
 @pytest.mark.parametrize("num", [1, 2, 30])
@@ -97,7 +139,8 @@ def test_few_images_and_equal_confidences(num):
         rows = calibrate(confidence, np.ones((num, 3), bool), MACS)
         averages = [row.average_macs for row in rows]
         assert averages == sorted(averages)
-        assert (averages[0], averages[-1]) == (10, 75)
+        assert averages[0] == 10
+        assert averages[-1] <= 75
 
 
 def test_a_single_exit_has_nothing_to_choose():

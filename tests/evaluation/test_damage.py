@@ -116,7 +116,7 @@ def test_a_run_keeps_its_orders_and_finds_its_points_by_name(own_run, tmp_path):
     assert run.model.orders == stored
     cut = max((point for point in frontier.points if point.on_envelope), key=lambda point: point.cuts)
     assert cut.name == f"e{cut.exit}d{cut.cuts}"
-    assert run.slim(point=cut.name).cost.macs == cut.macs == run.evaluate(point=cut.name).macs
+    assert run.slim(point=cut.name).mixture_cost.macs == cut.macs == run.evaluate(point=cut.name).macs
     assert run.export(tmp_path / "a.onnx", point=cut.name).point == cut.name
     run.export_ladder(tmp_path / "ladder", 3)
     images, _ = run.images.held_out(4)

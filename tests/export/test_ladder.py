@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import math
 
 import numpy as np
 import onnx
@@ -7,10 +9,12 @@ import torch
 
 import cnmm
 from cnmm._files import written_aside
+from cnmm.evaluation.quality import Quality
 from cnmm.export import network as export
-from cnmm.export.network import export_onnx, onnx_bytes, open_onnx, quality_of_file, stage_bytes
+from cnmm.export.network import check_quality, export_onnx, onnx_bytes, open_onnx, quality_of_file, stage_bytes
 from cnmm.export.slim import slim, slim_cascade
-from cnmm.ladder import read_ladder
+from cnmm.export.stages import written_stage_macs
+from cnmm.ladder import NetworkFile, read_ladder
 from tests.helpers import preprocessing, random_points, refused, trained
 
 openvino = pytest.importorskip("openvino")
@@ -68,8 +72,46 @@ def test_the_file_describes_itself_and_fits_the_standard(tmp_path):
     assert json.loads(found["mean"]) == list(about.mean)
     assert json.loads(found["std"]) == list(about.std)
     assert (found["point"], found["precision"], json.loads(found["input_size"])) == ("e2c1", "float32", [28, 28])
-    assert int(found["macs"]) == cnmm.CostTable.of(model.config).point(cnmm.named_point(model, "e2c1")).macs
+    cost = cnmm.CostTable.of(model.config).point(cnmm.named_point(model, "e2c1"))
+    assert (int(found["mixture_macs"]), int(found["mixture_params"])) == (cost.macs, cost.params)
+    assert (int(found["macs"]), int(found["params"])) == counted(proto)
+    assert (found["layout"], found["dtype"], found["colour_order"]) == ("NHWC", "uint8", "grey")
+    assert (found["cnmm_version"], found["task"]) == (cnmm.__version__, "classification")
+    assert "bicubic" in found["resize"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
+
+
+def counted(proto):
+    """Multiply-adds of a file's convolutions, and the values that they hold, by onnx's own inference of shapes."""
+    graph = onnx.shape_inference.infer_shapes(proto).graph
+    sizes = {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim[2:]] for info in graph.value_info}
+    sizes |= {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim[2:]] for info in graph.output}
+    floats = [tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
+    held = {tensor.name: math.prod(tensor.dims) for tensor in floats}
+    convolutions = [node for node in graph.node if node.op_type == "Conv"]
+    macs = sum(held[node.input[1]] * math.prod(sizes[node.output[0]]) for node in convolutions)
+    return macs, sum(num for name, num in held.items() if name != "mean")
+
+
+@pytest.mark.parametrize("name", ["cnmm_tiny", "cnmm_b4s3", "cnmm_b5s4", "cnmm_full8"])
+def test_costs_are_those_of_the_file(name):
+    model = trained(name)
+    for point in random_points(model, 4, seed=7):
+        network = slim(model, point)
+        proto = onnx.load_from_string(onnx_bytes(network, preprocessing(model.config)))
+        assert (network.cost.macs, network.cost.params) == counted(proto)
+        staged = slim_cascade(model, point)
+        files = [onnx.load_from_string(data) for data in stage_bytes(staged, preprocessing(model.config))]
+        assert [counted(file)[0] for file in files] == list(written_stage_macs(staged.graph).values())
+        assert sum(written_stage_macs(staged.graph).values()) == staged.cost.macs
+
+
+def test_the_issue_s_figures_of_the_small_model():
+    """cnmm_b4s3 e1c0: much of what the mixture counts is folded away."""
+    model = trained("cnmm_b4s3")
+    network = slim(model, "e1c0")
+    assert (network.mixture_cost.macs, network.mixture_cost.params) == (1_516_544, 157_690)
+    assert (network.cost.macs, network.cost.params) == (989_696, 21_626)
 
 
 def chained(stages, images):
@@ -180,6 +222,86 @@ def test_a_ladder_needs_to_know_its_images(tmp_path, trained_run):
     cnmm.export_ladder(run.model, run.frontier, tmp_path / "own", 1)
     assert (tmp_path / "given" / "ladder.json").read_bytes() == (tmp_path / "own" / "ladder.json").read_bytes()
     assert read_ladder(tmp_path / "own").preprocessing == run.preprocessing
+
+
+def test_a_ladder_counts_its_files(tmp_path, trained_run):
+    """Macs, params, the full network and the cascade are those of the files; the mixture's stand beside them."""
+    run = cnmm.Run(trained_run)
+    ladder = run.export_ladder(tmp_path / "ladder", 4)
+    for point in ladder.frontier.points:
+        proto = onnx.load_from_string(ladder.networks[point.name].read())
+        assert (point.macs, point.params) == counted(proto)
+        measured = run.frontier[point.name]
+        assert (point.mixture_macs, point.mixture_params) == (measured.macs, measured.params)
+        assert (measured.written_macs, measured.written_params) == (point.macs, point.params)
+        assert point.macs < measured.macs
+    assert ladder.frontier.full_macs == slim(run.model).cost.macs
+    stages = [counted(onnx.load_from_string(stage.read()))[0] for stage in ladder.stages]
+    assert list(ladder.cascade.macs) == stages
+    for row, before in zip(ladder.cascade.thresholds, run.frontier.cascade.thresholds, strict=True):
+        assert row.average_macs == pytest.approx(np.dot(row.exits, np.cumsum(stages)))
+        assert (row.confidence, row.quality) == (before.confidence, before.quality)
+    with cnmm.Session(tmp_path / "ladder", cascade=False) as session:
+        cheapest = session.points[0]
+        assert session.choose(cheapest.macs) == cheapest
+        assert cheapest.name in refused(session.choose, cheapest.macs - 1)
+
+
+def test_a_ladder_whose_networks_are_not_as_good_as_measured_is_refused(tmp_path, own_run):
+    """Statistics of another point, a wrong mean: whatever it is, nothing is put in place."""
+    run = cnmm.Run(own_run)
+    best = run.frontier.envelope()[-1]
+    wrong = {name: tensor.flip(-1) * 2 for name, tensor in run.frontier.buffers[best.name].items()}
+    run.__dict__["frontier"] = dataclasses.replace(run.frontier, buffers={**run.frontier.buffers, best.name: wrong})
+    line = refused(run.export_ladder, tmp_path / "ladder", 1)
+    assert best.name in line
+    assert f"{best.quality:.4f}" in line
+    assert not list(tmp_path.glob("*ladder*"))
+
+
+def test_a_network_is_compared_with_the_images_it_was_measured_on(trained_run):
+    """All of them: two images of difference are allowed; a part of them: what chance does."""
+    point = dataclasses.replace(cnmm.Run(trained_run).frontier.points[0], quality=0.6, low=0.5, high=0.7, n=100)
+    found = Quality(metric="accuracy", value=0.6, low=0, high=1, n=100, all={})
+    for value, n in ((0.62, 100), (0.58, 100), (0.75, 25), (0.45, 25)):
+        check_quality(point, dataclasses.replace(found, value=value, n=n))
+    for value, n in ((0.63, 100), (0.57, 100), (0.1, 25)):
+        assert "nothing was written" in refused(check_quality, point, dataclasses.replace(found, value=value, n=n))
+
+
+def test_a_ladder_is_read_back_before_it_is_put_in_place(tmp_path, trained_run, monkeypatch):
+    written = NetworkFile.write.__func__
+
+    def damaged(cls, path, data, **tensors):
+        file = written(cls, path, data, **tensors)
+        path.write_bytes(data[:-1])
+        return file
+
+    monkeypatch.setattr(NetworkFile, "write", classmethod(damaged))
+    assert "sha256" in refused(cnmm.Run(trained_run).export_ladder, tmp_path / "ladder", 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_int8_cascade_has_thresholds_of_its_own(tmp_path, trained_run):
+    """Its stages are int8, its figures are what they do on held-out images; without images there is none."""
+    run = cnmm.Run(trained_run)
+    ladder = run.export_ladder(tmp_path / "ladder", 1, precision="int8")
+    kinds = {node.op_type for stage in ladder.stages for node in onnx.load_from_string(stage.read()).graph.node}
+    assert "QuantizeLinear" in kinds
+    images, labels = run.images.held_out()
+    answers = np.stack(chained([stage.read() for stage in ladder.stages], images), 1)
+    sure, right = answers.max(2), answers.argmax(2) == labels[:, None]
+    (point,) = ladder.frontier.points
+    assert point.float32_quality == pytest.approx(run.frontier[point.name].quality, abs=0.011)
+    assert ladder.cascade.n == len(labels)
+    for row in ladder.cascade.thresholds[:: len(ladder.cascade.thresholds) // 5]:
+        gone = np.concatenate([sure[:, :-1] >= row.confidence, np.ones((len(labels), 1), bool)], 1).argmax(1)
+        assert row.exits == pytest.approx(np.bincount(gone, minlength=sure.shape[1]) / len(labels))
+    assert ladder.cascade.thresholds[0].quality <= right[:, 0].mean() + 1e-9
+    cnmm.export_ladder(
+        run.model, run.frontier, tmp_path / "blind", 1, precision="int8", calibration=run.images.training(64)
+    )
+    assert read_ladder(tmp_path / "blind").cascade is None
 
 
 def test_an_int8_ladder_is_measured_on_its_own_images(tmp_path, trained_run):

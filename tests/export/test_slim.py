@@ -110,11 +110,14 @@ def test_a_slim_network_shares_no_memory_with_its_mixture():
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
-def test_macs_are_those_of_the_point():
+def test_the_mixture_s_cost_is_that_of_the_point_and_the_network_s_its_own():
     model = trained("cnmm_tiny")
     table = cnmm.CostTable.of(model.config)
     for point in cnmm.cutting_order(model):
-        assert slim(model, point).cost == table.point(point)
+        network = slim(model, point)
+        assert network.mixture_cost == table.point(point)
+        assert network.cost.params == sum(parameter.numel() for parameter in network.parameters())
+        assert network.cost.macs < table.point(point).macs
 
 
 def test_a_point_may_be_given_by_name():

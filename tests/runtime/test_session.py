@@ -314,9 +314,9 @@ def test_nothing_is_copied_when_all_stay_and_nothing_runs_when_none_does():
 
 @pytest.mark.parametrize(
     ("average", "confidence"),
-    [(1000, 0.0), (1500, 0.25), (2000, 0.5), (3000, 0.7), ("60%", 0.7), (4500, 1.0), (5000, 1.1), ("200%", 1.1)],
+    [(1000, 0.0), (1999, 0.0), (2000, 0.5), (3000, 0.5), ("60%", 0.5), (4500, 0.9), (5000, 1.1), ("200%", 1.1)],
 )
-def test_thresholds_are_interpolated(folder, average, confidence):
+def test_thresholds_are_those_of_the_best_row_within(folder, average, confidence):
     cascade = read_ladder(folder).cascade
     assert cascade.confidence(average, 5000) == pytest.approx((confidence, 1.1 * confidence))
 
@@ -342,8 +342,16 @@ def test_thresholds_that_share_an_average():
     rows = [(0.1, 5), (0.2, 5), (0.3, 9), (0.4, 9)]
     table = tuple(Threshold(confidence=(t,), average_macs=a, quality=0.5, exits=(1.0, 0.0)) for t, a in rows)
     cascade = made_up_cascade(table)
-    assert [cascade.confidence(value, 9)[0] for value in (5, 7, 9)] == pytest.approx([0.2, 0.25, 0.4])
+    assert [cascade.confidence(value, 9)[0] for value in (5, 7, 9)] == [0.2, 0.2, 0.4]
     assert [cascade.quality_at(value) for value in (4, 5)] == [0.0, 0.5]
+
+
+def test_more_is_not_spent_where_it_is_worse():
+    rows = [(0.1, 5, 0.3), (0.2, 6, 0.44), (0.3, 8, 0.33), (0.4, 9, 0.44)]
+    table = tuple(Threshold(confidence=(t,), average_macs=a, quality=q, exits=(1.0, 0.0)) for t, a, q in rows)
+    cascade = made_up_cascade(table)
+    assert [cascade.confidence(value, 9)[0] for value in (5, 6, 8, 8.9, 9)] == [0.1, 0.2, 0.2, 0.2, 0.4]
+    assert [cascade.quality_at(value) for value in (4, 5, 6, 8, 9)] == [0.0, 0.3, 0.44, 0.44, 0.44]
 
 
 # Deadlines
