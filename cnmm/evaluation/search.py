@@ -57,7 +57,7 @@ def cutting_curves(model: Mixable, rule: Rules = "all") -> list[Curve]:
 
 def first_points(curves: Sequence[Curve], num: int) -> list[OperatingPoint]:
     """Both ends of every curve and points between them, spread evenly over macs; at most about half of `num`."""
-    num = _fields.checked(num, "points", _fields.POSITIVE)
+    num = _fields.checked(num, "num_points", _fields.POSITIVE)
     full = max(curve[-1].macs for curve in curves)
     step = COARSE * full
     while True:

@@ -27,6 +27,7 @@ OPTIONS = {
         *("--json", "--debug"),
         *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
         *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
+        *("--exits-per-step", "--loss-stride"),
         *("--optimizer", "--matrix-lr", "--shift-lr", "--freeze-out", "--schedule", "--stem-init"),
         *("--ladder-weight", "--ladder-rule", "--ladder-labels", "--exit-distill", "--clip", "--average"),
         *("--teacher", "--teacher-weight", "--teacher-temperature"),

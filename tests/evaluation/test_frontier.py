@@ -114,7 +114,7 @@ def test_ladder_is_even():
     points = tuple(made_up(f"e1c{k}", 10 * k, k / 100) for k in range(1, 100))
     ladder = Frontier(model="m", full_macs=1000, points=points).ladder(8)
     assert [point.macs for point in ladder] == [10, 150, 290, 430, 570, 710, 850, 990]
-    with pytest.raises(ValueError, match="ladder of 0"):
+    with pytest.raises(ValueError, match="points=0: must be a whole number of at least 1"):
         Frontier(model="m", full_macs=1000, points=points).ladder(0)
 
 
@@ -549,7 +549,7 @@ def test_frontier_complaints(capsys, run, tmp_path):
     assert "not a run folder" in complaint(capsys, "frontier", tmp_path / "none")
     assert ".svg or .png" in complaint(capsys, "frontier", run, "--plot", "a.pdf")
     assert "images=0" in complaint(capsys, "frontier", run, "--images", 0)
-    assert "num_points=0" in complaint(capsys, "frontier", run, "--points", 0)
+    assert "--points=0" in complaint(capsys, "frontier", run, "--points", 0)
     assert "nowhere" in complaint(capsys, "frontier", run, "--data", "cifar10:nowhere")
     assert not (run / "frontier.json").exists()
 
