@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_throughput                  # cnmm_b6s3, batch 64, two threads
     python -m benchmarks.train_throughput --model cnmm_b4s3_c32 --batch 128
+    python -m benchmarks.train_throughput --model cnmm_seg_b5s5 --batch 6 --size 384 768   # pixels, as in the paper
     python -m benchmarks.train_throughput --profile        # where the time of our bfloat16 step goes
 
 Run it on a quiet machine. A step is forward with relaxed gates, the losses of all exits, backward and SGD. Every
@@ -21,13 +22,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 import cnmm
 from cnmm._machine import keep_freed_memory
+from cnmm.evaluation.task import task_of
 from cnmm.training.batches import use_bfloat16
 from tests.matching import reference_of
 
@@ -41,13 +43,14 @@ VARIANTS = (
 )
 
 
-def make_step(variant: str, name: str, batch: int) -> Callable[[], None]:
+def make_step(variant: str, name: str, batch: int, size: Sequence[int] | None) -> Callable[[], None]:
     """One training step of a variant, ready to be called."""
     torch.manual_seed(0)
-    model = cnmm.create_model(name)
+    model = cnmm.create_model(name, **sized(size))
     size = model.config.input_size
     x = torch.randn(batch, model.config.in_chans, *size).to(memory_format=torch.channels_last)
-    labels = torch.randint(model.config.num_classes, (batch,))
+    pixels = size if model.config.task == "segmentation" else ()
+    labels = torch.randint(model.config.num_classes, (batch, *pixels))
     chain = cnmm.Chain(model.lattice, torch.zeros(len(model.lattice.edges)))
     ours = variant.startswith("ours")
     network = model if ours else reference_of(model).to(memory_format=torch.channels_last)
@@ -61,12 +64,22 @@ def make_step(variant: str, name: str, batch: int) -> Callable[[], None]:
         with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in variant):
             return network(x, gates)
 
+    def literal_loss(score: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(score.float(), labels)
+
+    loss = task_of(model.config).loss if ours else literal_loss
+
     def step() -> None:
         optimizer.zero_grad()
-        sum(F.cross_entropy(score.float(), labels) for score in logits().values()).backward()
+        sum(loss(score, labels) for score in logits().values()).backward()
         optimizer.step()
 
     return step
+
+
+def sized(size: Sequence[int] | None) -> dict[str, tuple[int, ...]]:
+    """Options of a model for images of a height and width."""
+    return {} if size is None else {"input_size": tuple(size)}
 
 
 class Turns:
@@ -74,6 +87,8 @@ class Turns:
 
     def __init__(self, variant: str, arguments: argparse.Namespace) -> None:
         options = ["--model", arguments.model, "--batch", str(arguments.batch), "--threads", str(arguments.threads)]
+        if arguments.size:
+            options += ["--size", *map(str, arguments.size)]
         command = [sys.executable, "-m", "benchmarks.train_throughput", *options, "--turns-of", variant]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.times: list[float] = []
@@ -91,11 +106,11 @@ class Turns:
         self.process.communicate()
 
 
-def take_turns(variant: str, name: str, batch: int) -> None:
+def take_turns(variant: str, name: str, batch: int, size: Sequence[int] | None) -> None:
     """The other side of `Turns`: one line in, one step, one line out with its time and the peak memory so far."""
     if "literal" not in variant or "kept" in variant:
         keep_freed_memory()
-    step = make_step(variant, name, batch)
+    step = make_step(variant, name, batch, size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -121,7 +136,7 @@ def profile(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     median = {}
     for batch in (2, arguments.batch):
-        step, times = make_step("ours bfloat16", arguments.model, batch), []
+        step, times = make_step("ours bfloat16", arguments.model, batch, arguments.size), []
         for _ in range(arguments.rounds + 2):
             start = time.perf_counter()
             step()
@@ -144,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="cnmm_b6s3", choices=cnmm.list_models())
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the images")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", action="store_true", help="only our bfloat16 step, by operation")
@@ -151,7 +167,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.turns_of:
-        take_turns(arguments.turns_of, arguments.model, arguments.batch)
+        take_turns(arguments.turns_of, arguments.model, arguments.batch, arguments.size)
         return
     if arguments.profile:
         profile(arguments)
@@ -166,11 +182,13 @@ def main() -> None:
         each.end()
     median = {variant: statistics.median(each.times[2:]) for variant, each in turns.items()}  # two for warming up
     memory = {variant: each.memory_mb for variant, each in turns.items()}
-    macs = 3 * cnmm.CostTable.of(cnmm.model_plan(arguments.model).config).exit().macs * arguments.batch
+    config = cnmm.model_plan(arguments.model, **sized(arguments.size)).config
+    macs = 3 * cnmm.CostTable.of(config).exit().macs * arguments.batch
     peak = {"float32": gemm_peak(torch.float32), "bfloat16": gemm_peak(torch.bfloat16)}
 
     has_bfloat16 = "with" if use_bfloat16("auto") else "without"
-    print(f"{arguments.model}, batch {arguments.batch}, {arguments.threads} threads, torch {torch.__version__}")
+    images = f"batch {arguments.batch} of {config.input_size[0]}x{config.input_size[1]}"
+    print(f"{arguments.model}, {images}, {arguments.threads} threads, torch {torch.__version__}")
     print(
         f"{platform.machine()}, {has_bfloat16} bfloat16 instructions, medians of {arguments.rounds} alternating steps"
     )
@@ -185,6 +203,7 @@ def main() -> None:
         json.dumps(
             {
                 "model": arguments.model,
+                "size": config.input_size,
                 "bfloat16_vs_literal_float32": median["literal float32"] / median["ours bfloat16"],
                 "bfloat16_vs_literal_autocast": median["literal autocast"] / median["ours bfloat16"],
                 "float32_vs_literal_float32": median["literal float32"] / median["ours float32"],
@@ -192,6 +211,7 @@ def main() -> None:
                 "bfloat16_vs_literal_autocast_kept": median["literal autocast, kept"] / median["ours bfloat16"],
                 "float32_vs_literal_float32_kept": median["literal float32, kept"] / median["ours float32"],
                 "memory_vs_literal": memory["ours float32"] / memory["literal float32"],
+                "bfloat16_memory_vs_literal": memory["ours bfloat16"] / memory["literal float32"],
                 "peak_fraction": macs / median[best] / peak[best.split()[1]],
                 "bfloat16_instructions": use_bfloat16("auto"),
                 "gemm_float32_gmacs": peak["float32"] / 1e9,

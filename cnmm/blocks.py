@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cnmm import distributed, fused
+from cnmm import distributed, fused, pixels
 from cnmm.cost import CLASSIFIER_CHANNELS
 from cnmm.fused import EPS
 from cnmm.rows import activate, images, wide
@@ -66,6 +66,11 @@ class Statistics(nn.Module):
             _, (mean, rstd) = self.read(x, update=update)
             scale = weight * rstd
             return x * _per_channel(scale, x) + _per_channel(bias - mean * scale, x)
+        if self.training and pixels.is_narrow(x):
+            y, batch_mean, batch_var = pixels.normalise(x, weight, bias, EPS)
+            if update:
+                self.update(batch_mean, batch_var, x.numel() // x.shape[1])
+            return y
         mean, var = (self.mean, self.var) if update or not self.training else (None, None)
         return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, EPS)
 
@@ -217,7 +222,7 @@ class PixelClassifier(nn.Module):
         h = self.second_statistics.normalise(h, self.second.weight, self.second.bias, update=update)
         h = activate(h, self.second.slope)
         h = F.conv2d(h, self.depthwise.to(h.dtype), padding=1, groups=h.shape[1])
-        return F.conv2d(h, self.pointwise.to(h.dtype), self.bias.to(h.dtype))
+        return pixels.planes(h, self.pointwise.to(h.dtype).flatten(1), self.bias.to(h.dtype))
 
 
 def upsample(x: Tensor, size: tuple[int, int]) -> Tensor:

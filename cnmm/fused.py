@@ -24,10 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_weight
 
 from cnmm import distributed
-from cnmm.rows import activate_rows, column_sums, images, prelu_backward, rows, wide
+from cnmm.rows import activate_rows, column_sums, images, prelu_backward, rows, scale_shift, wide
 
 EPS = 1e-5
-_LARGE = 1 << 20  # numbers in a tensor from which on a convolution is worth its preparation
 
 
 class _BatchMoments(torch.autograd.Function):
@@ -48,7 +47,7 @@ class _BatchMoments(torch.autograd.Function):
         (grad_2C,) = distributed.total([grad_2C])
         grad_mean, grad_rstd = grad_2C / (x.numel() // x.shape[1] * distributed.world_size())
         slope = -grad_rstd * rstd**3
-        return images(_scale_shift(rows(x), slope, grad_mean - slope * mean, x.shape), x.shape)
+        return images(scale_shift(rows(x), slope, grad_mean - slope * mean, x.shape), x.shape)
 
 
 batch_moments = cast(Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], _BatchMoments.apply)
@@ -94,7 +93,7 @@ class _MixFunction(torch.autograd.Function):
         shift_D = beta_D - scale_D * moments_2D[0]
         xs = [_beside([rows(x) for x in inputs[run.edges]]) for run in runs]
         us = [
-            activate_rows(_scale_shift(x, scale_D[run.columns], shift_D[run.columns], shape), _columns(slope_D, run))
+            activate_rows(scale_shift(x, scale_D[run.columns], shift_D[run.columns], shape), _columns(slope_D, run))
             for x, run in zip(xs, runs, strict=True)
         ]
         groups, num_rows = mix_GE.shape[0], us[0].shape[0]
@@ -155,7 +154,7 @@ class _MixFunction(torch.autograd.Function):
             if slope is None:
                 grad_p = torch.ops.aten.threshold_backward.grad_input(grad_u, u, 0, grad_input=grad_u)
             else:
-                grad_p, grad_slope = prelu_backward(grad_u, _scale_shift(x, scale, shift, shape), slope)
+                grad_p, grad_slope = prelu_backward(grad_u, scale_shift(x, scale, shift, shape), slope)
                 grad_slopes.append(grad_slope)
             mean, rstd = moments_2D[:, run.columns]
             affine = torch.ops.aten.native_batch_norm_backward(
@@ -279,14 +278,6 @@ def _beside(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 def _columns(values_D: Tensor | None, run: _Run) -> Tensor | None:
     return None if values_D is None else values_D[run.columns]
-
-
-def _scale_shift(x_MD: Tensor, scale_D: Tensor, shift_D: Tensor, shape: Sequence[int]) -> Tensor:
-    """x * scale + shift; for large bfloat16 tensors a convolution of every column by itself, in half the time."""
-    scale, shift = scale_D.to(x_MD.dtype), shift_D.to(x_MD.dtype)
-    if x_MD.dtype == torch.bfloat16 and x_MD.device.type == "cpu" and x_MD.numel() >= _LARGE:
-        return rows(F.conv2d(images(x_MD, shape), scale.view(-1, 1, 1, 1), shift, groups=len(scale)))
-    return torch.addcmul(shift, x_MD, scale)
 
 
 def _scale_groups(x_MD: Tensor, factor_GD: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_LANES = 16
+LANES = 16
 """Numbers that a CPU handles at once."""
+_LARGE = 1 << 20  # numbers in a tensor from which on a convolution is worth its preparation
 
 
 def rows(x: Tensor) -> Tensor:
@@ -43,6 +44,14 @@ def column_sums(x_MD: Tensor, groups: int = 1) -> Tensor:
     x = x_MD.view(parts, -1, x_MD.shape[1])
     sums = torch.bmm(x.new_ones(parts, 1, x.shape[1]), x) if x.dtype == torch.bfloat16 else x.sum(1)
     return sums.view(groups, -1, x_MD.shape[1]).sum(1, dtype=wide(x_MD))
+
+
+def scale_shift(x_MD: Tensor, scale_D: Tensor, shift_D: Tensor, shape: Sequence[int]) -> Tensor:
+    """x * scale + shift; for large bfloat16 tensors a convolution of every column by itself, in half the time."""
+    scale, shift = scale_D.to(x_MD.dtype), shift_D.to(x_MD.dtype)
+    if x_MD.dtype == torch.bfloat16 and x_MD.device.type == "cpu" and x_MD.numel() >= _LARGE:
+        return rows(F.conv2d(images(x_MD, shape), scale.view(-1, 1, 1, 1), shift, groups=len(scale)))
+    return torch.addcmul(shift, x_MD, scale)
 
 
 def activate(x: Tensor, slope_C: Tensor | None) -> Tensor:
@@ -74,7 +83,7 @@ def prelu_backward(grad_MC: Tensor, x_MC: Tensor, slope_C: Tensor) -> tuple[Tens
 def _abreast(x_MC: Tensor, values_C: Tensor) -> tuple[Tensor, Tensor]:
     """Several rows side by side where one is narrow, and values of the columns, in the type of the rows."""
     num, width = x_MC.shape
-    times = math.gcd(num, _LANES // math.gcd(width, _LANES))
+    times = math.gcd(num, LANES // math.gcd(width, LANES))
     return x_MC.view(num // times, times * width), values_C.to(x_MC.dtype).repeat(times)
 
 

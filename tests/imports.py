@@ -20,6 +20,7 @@ PAPER = {
     "pretrained",
     "distributed",
     "rows",
+    "pixels",
     "fused",
     "blocks",
     "mixture",
@@ -48,7 +49,7 @@ MAY_IMPORT = {
 `__init__` and `__main__` are the front door: they hand out what the rooms hold.
 """
 WITHOUT_TORCH = {"private", "values", "data", "runtime", "serve", "cli"}
-TORCH_FREE_PAPER = PAPER - {"distributed", "rows", "fused", "blocks", "mixture"}
+TORCH_FREE_PAPER = PAPER - {"distributed", "rows", "pixels", "fused", "blocks", "mixture"}
 HEAVY = {"torch", "matplotlib", "safetensors", "onnx", "onnxruntime", "openvino"}
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from cnmm._errors import UserError
 from cnmm.evaluation.quality import Choices, Floats, Meter, Quality, Stacked, checked_metric
 from cnmm.palette import VOID
+from cnmm.pixels import cross_entropy
+from cnmm.rows import wide
 
 RESAMPLES = 1000
 """Of the bootstrap."""
@@ -46,13 +48,14 @@ class Segmentation:
 
     def loss(self, logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """Cross-entropy, averaged over the pixels that have a class, by the weight of their class."""
-        target, weight = self.target(target).long(), self.class_weights
-        if weight is None:
-            weight = torch.ones(logits.shape[1], device=logits.device)
-        total = F.cross_entropy(
-            logits.float(), target, weight, ignore_index=VOID, reduction="sum", label_smoothing=label_smoothing
-        )
-        return total / F.pad(weight, (0, 256 - len(weight)))[target].sum().clamp_min(1e-6)
+        target, weights = self.target(target), self.class_weights
+        table = torch.zeros(256, dtype=wide(logits), device=logits.device)  # void counts nothing
+        table[: logits.shape[1]] = 1.0 if weights is None else weights
+        if not label_smoothing:
+            return cross_entropy(logits, target, table)
+        weight, target = table[target.long()], target.long().masked_fill(target == VOID, 0)
+        each = F.cross_entropy(logits.to(table.dtype), target, reduction="none", label_smoothing=label_smoothing)
+        return (each * weight).sum() / weight.sum().clamp_min(1e-6)
 
     def distil(self, logits: Tensor, teacher: Tensor) -> Tensor:
         """Averaged over all pixels, void ones too: there is something to learn about them."""
