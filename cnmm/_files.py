@@ -185,6 +185,12 @@ def read_regular(path: Path, most: int) -> bytes:
     return data
 
 
+def check_beside(path: Path) -> None:
+    """Refuses a link that leaves the folder that it is in."""
+    if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):
+        raise UserError("is a link to a file outside of the folder; put the file itself there")
+
+
 def read_json(path: Path, *, fix: str = "") -> dict[str, Any]:
     """The object in a JSON file of this format version; a missing file is a FileNotFoundError or NotADirectoryError.
 

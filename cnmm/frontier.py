@@ -17,7 +17,7 @@ from typing import Any, Self, get_args
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import FORMAT_VERSION, check_version, checksum, inside, read_json, write_json
+from cnmm._files import FORMAT_VERSION, check_beside, check_version, checksum, inside, read_json, write_json
 from cnmm.budget import METRICS, Budget, parse_budget, prefix_of
 from cnmm.cascade import Cascade
 from cnmm.lattice import Rule
@@ -263,8 +263,11 @@ def _checksum(path: Path) -> str | None:
 
 def find_frontier(folder: str | Path) -> Frontier:
     """The frontier of a run folder or of a ladder folder."""
-    if (Path(folder) / LADDER_FILE).is_file():
-        return Frontier.load(Path(folder) / LADDER_FILE)
+    path = Path(folder) / LADDER_FILE
+    if path.is_file():
+        with inside(path):
+            check_beside(path)
+        return Frontier.load(path)
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such folder; give a run folder or a ladder folder")
     return load_frontier(folder)

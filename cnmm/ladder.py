@@ -16,7 +16,7 @@ from typing import Any
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm._files import inside, read_json, read_regular, write_atomically, write_json
+from cnmm._files import check_beside, inside, read_json, read_regular, write_atomically, write_json
 from cnmm._onnx import MOST_ONNX, check_self_contained
 from cnmm.cascade import Cascade
 from cnmm.config import Preprocessing
@@ -131,12 +131,6 @@ def read_ladder(folder: str | Path) -> Ladder:
         ) from None
     with inside(path):
         return _read_manifest(folder, data)
-
-
-def check_beside(path: Path) -> None:
-    """Refuses a link that leaves the folder that it is in: what a ladder names lies in it."""
-    if path.is_symlink() and path.resolve().parent != path.parent.resolve():
-        raise UserError("is a link to a file outside of the folder; put the file itself there")
 
 
 def _read_manifest(folder: Path, data: Any) -> Ladder:

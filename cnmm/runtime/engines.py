@@ -288,6 +288,7 @@ class OpenVino:
 
     def _request(self, stage: NetworkFile) -> Any:
         data = stage.read()
+        _check_graph(stage, data)
         with _refusing(stage, "OpenVINO"):
             model = self._core.read_model(data, b"")
         _check_names(stage, _names(model.inputs, stage.inputs), _names(model.outputs, stage.outputs))
@@ -307,6 +308,17 @@ class OpenVino:
         model = steps.build()
         _join_channels_last(model)
         return self._core.compile_model(model, "CPU", self._settings)
+
+
+def _check_graph(stage: NetworkFile, data: bytes) -> None:
+    """Has onnxruntime look at a network first: OpenVINO's reader crashes where a graph is malformed."""
+    ort = _import("onnx")
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    with _refusing(stage, "onnxruntime"):
+        ort.InferenceSession(data, options, providers=PROVIDERS, enable_fallback=0)
 
 
 def _join_channels_last(model: Any) -> None:

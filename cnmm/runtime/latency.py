@@ -70,10 +70,10 @@ class Measurement:
 
 
 def runtime_version(runtime: str) -> str | None:
-    """The installed version of a runtime's package, or None."""
+    """The installed version of a runtime's package; None if it is not installed, or not known."""
     try:
         return importlib.metadata.version(PACKAGES[runtime])
-    except importlib.metadata.PackageNotFoundError:
+    except (KeyError, importlib.metadata.PackageNotFoundError):
         return None
 
 
