@@ -82,9 +82,12 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _open_held(path: Path) -> int:
-    """The lock file, held. One that was removed meanwhile belongs to nobody: then a new one."""
+    """The lock file, held. One that was removed meanwhile belongs to nobody: then a new one.
+
+    It is written to, so a link in its place, which may lead anywhere, is not followed.
+    """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         if not hold(handle):
             os.close(handle)
             raise UserError(_in_use(path))

@@ -91,6 +91,8 @@ class HeldOut:
                     f"{data.spec} does not have the images that this run was trained on, so nobody knows what it held "
                     f"out for {what}; use --split test, or --data with the images of the training"
                 )
+            if max(marked.indices, default=0) >= len(split):
+                raise UserError(f"{HELD_OUT_FILE} names image {max(marked.indices):,}, {data.spec} has {len(split):,}")
             return np.array(marked.indices, np.int64)
         places = {name: index for index, name in enumerate(names_of(data, split))}
         found = [(places[name], name, value) for name, value in self._pairs(marked) if name in places]
@@ -131,8 +133,9 @@ def load_held_out(folder: Path) -> HeldOut | None:
     path = folder / HELD_OUT_FILE
     if not path.exists():
         return None
-    with inside(path, fix="without it, nobody knows what was held out"):
-        data = read_json(path)
+    fix = "without it, nobody knows what was held out"
+    data = read_json(path, fix=fix)
+    with inside(path, fix):
         test = _fields.get(data, "test", _fields.or_null(_fields.OBJECT))
         return HeldOut(
             fingerprint=_fields.get(data, "fingerprint", _TEXT),

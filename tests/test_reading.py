@@ -9,6 +9,7 @@ import torch
 
 from cnmm import _files
 from cnmm._files import parse_json, read_json, read_tensors, to_bytes
+from cnmm._lock import LOCK_FILE, locked
 from tests.helpers import refused
 
 
@@ -78,3 +79,15 @@ def test_json_that_is_read(tmp_path):
     assert refused(read_json, path, fix="remove it") == f"{path}: must be an object, not []; remove it"
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("name", ["file", "none"])
+def test_a_lock_follows_no_link(tmp_path, name):
+    """It is written to, and a folder from anywhere may hold a link to anything."""
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / name)
+    with pytest.raises(OSError, match="symbolic link"), locked(tmp_path / "run", "cnmm train"):
+        pass
+    assert (tmp_path / "file").read_text() == "precious"
+    assert not (tmp_path / "none").exists()

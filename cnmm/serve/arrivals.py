@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from cnmm._errors import UserError
+from cnmm._files import read_regular
 from cnmm.serve.menu import Floats
 
 KINDS = "poisson, gamma:CV2 (such as gamma:8), step, ramp, burst, or trace:FILE (one time in seconds per line)"
+_MOST_TRACE = 2**28
 QUIET = 0.1
 """Load before and after a step, a ramp or a burst, as a part of that within."""
 KNOTS = 2000
@@ -64,7 +66,7 @@ def _gamma(generator: np.random.Generator, spec: str, value: str, num: int) -> F
 
 def _trace(path: Path, num: int, per_ms: float) -> Floats:
     try:
-        seconds = np.sort(np.array(path.read_text("utf-8").split(), np.float64))
+        seconds = np.sort(np.array(read_regular(path, _MOST_TRACE).split(), np.float64))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a trace, one time in seconds per line: {error}") from None
     if len(seconds) < 2 or not np.isfinite(seconds).all() or seconds[-1] <= seconds[0]:

@@ -129,6 +129,16 @@ def manifests(rng: random.Random, folder: Path) -> Cases:
     mended(ladder / "ladder.json", manifest)
 
 
+def held_out(rng: random.Random, folder: Path) -> Cases:
+    """What a run remembers of the images that it held out, by number or by name."""
+    path = folder / "run" / "held_out.json"
+    numbered = {"format_version": 1, "fingerprint": "a", "num": 9, "validation": {"indices": [1, 3]}}
+    named = {**numbered, "validation": {"names": ["a.png", "b.png"], "digests": ["1", "2"]}, "test": {"indices": [0]}}
+    for number in range(200):
+        put(rng, path, text_of(rng, named if number % 2 else numbered))
+        yield "held out", lambda: right.held_out(path.parent)
+
+
 def latencies(rng: random.Random, folder: Path) -> Cases:
     ladder = folder / "ladder"
     timings = [{"point": name, "macs": 1, "median_ms": 0.1, "p95_ms": 0.2, "n": 5} for name in ("e1c0", "e2c3", "e3c0")]
@@ -271,5 +281,5 @@ def _picture(place: Path, name: str) -> bytes:
     return (place / f"good.{suffix}").read_bytes()
 
 
-ALL = (configs, frontiers, cutting_orders, logs, states, weights, manifests, latencies, networks, teachers)
+ALL = (configs, frontiers, cutting_orders, held_out, logs, states, weights, manifests, latencies, networks, teachers)
 ALL += (budgets, commands, options, images)

@@ -21,6 +21,7 @@ from cnmm.frontier import Frontier
 from cnmm.orders import load_orders
 from cnmm.run import Run
 from cnmm.run_folder import cut_log, load_config, load_plan, load_preprocessing
+from cnmm.run_held_out import load_held_out
 from cnmm.runtime import latency
 from cnmm.runtime.session import Session
 from cnmm.training.checkpoint import restore
@@ -84,6 +85,13 @@ def budget(frontier: Frontier, text: Any) -> None:
 def orders(folder: Path, model: Any) -> None:
     found = load_orders(folder, model)
     assert found is None or set(found) == set(model.exit_numbers)
+
+
+def held_out(folder: Path) -> None:
+    found = load_held_out(folder)
+    if found is not None:
+        assert len(found.validation.names) == len(found.validation.digests)
+        assert all(type(index) is int and index >= 0 for index in found.validation.indices)
 
 
 def log(folder: Path, step: int) -> None:
