@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from cnmm import _fields
 from cnmm._errors import INSTALL_TRAIN, UserError
-from cnmm._lock import abandoned, hold
+from cnmm._lock import abandoned, hold, passing, remove
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,15 +48,17 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def written_aside(folder: str | Path, *, overwrite: str | None = None) -> Iterator[Path]:
+def written_aside(folder: str | Path, *, overwrite: Callable[[Path], bool] | None = None) -> Iterator[Path]:
     """A folder that appears under its name when it is complete, or not at all.
 
-    `overwrite`: a folder that has a file of this name is replaced by it.
+    `overwrite`: says of a folder that is there whether it may be replaced.
     """
     folder = Path(folder)
-    old = folder.is_dir() and overwrite is not None and (folder / overwrite).is_file()
-    if folder.exists() and not old and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists; remove it, or choose another folder")
+    there = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    old = there and overwrite is not None and overwrite(folder)
+    if there and not old:
+        other = "it is not what --overwrite replaces" if overwrite else "replace it with --overwrite"
+        raise UserError(f"{folder} exists; {other}, remove it, or choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _beside(folder, lambda: _made_folder(folder)) as (aside, _):
         yield aside
@@ -87,7 +88,7 @@ def sweep(folder: Path) -> None:
             if entry.name.startswith(".") and entry.name.endswith(_ASIDE):
                 with abandoned(Path(entry.path)) as free:
                     if free:
-                        _remove(Path(entry.path))
+                        remove(Path(entry.path))
 
 
 @contextmanager
@@ -97,16 +98,29 @@ def _beside(path: Path, make: Callable[[], tuple[int, str]]) -> Iterator[tuple[P
     It is held as long as its process lives, so others know what to sweep away.
     """
     sweep(path.parent)
-    handle, name = make()
-    while not (hold(handle, wait=True) and os.path.exists(name)):  # swept away before it was held
-        os.close(handle)
+    with named(path):
         handle, name = make()
-    try:
-        yield Path(name), handle
-    finally:
-        with suppress(OSError):
+        while not (hold(handle, wait=True) and os.path.exists(name)):  # swept away before it was held
             os.close(handle)
-        _remove(Path(name))
+            handle, name = make()
+        try:
+            with passing(Path(name)):
+                yield Path(name), handle
+        finally:
+            with suppress(OSError):
+                os.close(handle)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of the system, such as a full disk, name this path: not what is written aside of it, and not nothing."""
+    try:
+        yield
+    except OSError as error:
+        aside = os.path.abspath(path.with_name(f".{path.name}."))
+        if error.filename is None or os.path.abspath(error.filename).startswith(aside):
+            error.filename = str(path)
+        raise
 
 
 def _hidden(path: Path) -> dict[str, Any]:
@@ -116,13 +130,6 @@ def _hidden(path: Path) -> dict[str, Any]:
 def _made_folder(path: Path) -> tuple[int, str]:
     name = tempfile.mkdtemp(**_hidden(path))
     return (os.open(os.devnull, os.O_RDONLY) if os.name == "nt" else os.open(name, os.O_RDONLY)), name
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def checksum(path: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -19,6 +20,34 @@ from cnmm._errors import UserError
 
 LOCK_FILE = ".lock"
 """In a run folder while a process changes it."""
+_ours: set[tuple[int, Path]] = set()
+"""What must not outlive a process, with its number: a fork has this set, and nothing in it is its own."""
+
+
+@contextmanager
+def passing(path: Path) -> Iterator[None]:
+    """Inside, a file or folder belongs to this process; in the end it is removed, if it is still there."""
+    _ours.add(mark := (os.getpid(), path))
+    try:
+        yield
+    finally:
+        remove(path)
+        _ours.discard(mark)
+
+
+def remove_passing() -> None:
+    """For a process that ends at once: removes what belongs to it."""
+    for pid, path in list(_ours):
+        if pid == os.getpid():
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def hold(handle: int, *, wait: bool = False) -> bool:
@@ -75,9 +104,9 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
         with suppress(OSError):  # on a full disk the lock has no name, and holds all the same
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(owner).encode(), 0)
-        yield
+        with passing(path):  # it is removed before others can hold it
+            yield
     finally:
-        path.unlink(missing_ok=True)
         os.close(handle)
 
 

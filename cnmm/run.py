@@ -43,7 +43,7 @@ from cnmm.mixture import Mixture
 from cnmm.pretrained import resolve
 from cnmm.prune import named_point
 from cnmm.run_exporting import CALIBRATION_IMAGES, CHECKED_IMAGES, Exported, check_path, checking, write_network
-from cnmm.run_folder import CONFIG_FILE, is_run, load, load_preprocessing, read_config
+from cnmm.run_folder import CONFIG_FILE, is_run, is_slim, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
 from cnmm.run_measuring import measure_frontier, read_frontier
 from cnmm.runtime.latency import p95
@@ -277,14 +277,22 @@ class Run:
         save_picture(plot_frontier(self.frontier, self.latency()), path)
 
     def slim(
-        self, *, budget: str | Budget | None = None, point: str | None = None, out: str | Path | None = None
+        self,
+        *,
+        budget: str | Budget | None = None,
+        point: str | None = None,
+        out: str | Path | None = None,
+        overwrite: bool = False,
     ) -> SlimNetwork:
-        """An operating point as a plain network, with its own statistics; `out`: a folder to write it to."""
+        """An operating point as a plain network, with its own statistics.
+
+        `out`: a folder to write it to; `overwrite` replaces a slim network there.
+        """
         chosen = self.find(budget=budget, point=point)
         network = slim(self.settled(chosen), chosen)
         if out is not None:
             about = self.preprocessing
-            with written_aside(out) as aside:
+            with written_aside(out, overwrite=is_slim if overwrite else None) as aside:
                 save_slim(network, aside, preprocessing={"classes": about.classes, **about.to_dict()})
         return network
 
@@ -296,13 +304,14 @@ class Run:
         point: str | None = None,
         precision: ExportPrecision = "float32",
         any_size: bool = False,
+        overwrite: bool = False,
     ) -> Exported:
         """An operating point as one ONNX file, checked on images that the point was measured on, if they are at hand.
 
         int8 is calibrated on training images and measured on held-out ones. `any_size`: one file for images of any
-        height and width, for segmentation.
+        height and width, for segmentation. `overwrite` replaces a file.
         """
-        path = check_path(out)
+        path = check_path(out, overwrite=overwrite)
         network = self.slim(budget=budget, point=point)
         measured = self._measured_point(network.point.name)
         narrow = precision == "int8"
@@ -335,13 +344,14 @@ class Run:
         precision: ExportPrecision = "float32",
         any_size: bool = False,
         check: bool = True,
+        overwrite: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Ladder:
         """A ladder folder: so many points of the frontier, and its cascade, as ONNX files with a manifest.
 
         Every network is checked on some of the images that its point was measured on, if they are at hand and unless
         `check` is false. int8 is calibrated on training images; its points and cascade are measured on held-out ones.
-        `any_size`: networks for images of any height and width, for segmentation.
+        `any_size`: networks for images of any height and width, for segmentation. `overwrite` replaces a ladder.
         """
         narrow = precision == "int8"
         export_ladder(
@@ -354,6 +364,7 @@ class Run:
             any_size=any_size,
             calibration=self.images.training(CALIBRATION_IMAGES) if narrow else None,
             validation=self._checking(self.frontier.points[0], narrow) if check or narrow else None,
+            overwrite=overwrite,
             on_progress=on_progress,
         )
         return read_ladder(out)

@@ -51,12 +51,12 @@ class Exported:
     float32_quality: Quality | None = None
 
 
-def check_path(out: str | Path) -> Path:
+def check_path(out: str | Path, *, overwrite: bool = False) -> Path:
     """Where one network can be written."""
     path = Path(out)
     if path.suffix != ".onnx":
         raise UserError(f"{path}: one network needs a file name ending in .onnx; a folder needs --ladder 8")
-    check_new_file(path)
+    check_new_file(path, overwrite=overwrite)
     return path
 
 

@@ -14,6 +14,7 @@ from cnmm._errors import UserError
 from cnmm._files import (
     FORMAT_VERSION,
     inside,
+    named,
     parse_json,
     read_json,
     read_regular,
@@ -65,6 +66,11 @@ def is_run(path: str | Path) -> bool:
     return (resolve(path) / CONFIG_FILE).is_file()
 
 
+def is_slim(path: str | Path) -> bool:
+    """Does this folder hold a slim network?"""
+    return is_run(path) and "slim" in read_config(path)
+
+
 def save(model: Mixture, folder: str | Path, **about: Any) -> None:
     """Writes a run folder that `load` reads; `about` goes into config.json beside the model."""
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -114,7 +120,7 @@ def start_run(
         _go_on(folder, config, defaults or {})
         return
     if (folder / CONFIG_FILE).exists() or has_steps(folder):
-        if "slim" in read_config(folder):
+        if "slim" in read_config(folder):  # or it is nothing of ours
             raise UserError(f"{folder} holds a slim network, not a run; choose another folder with --out")
         _clear(folder, *_MEASURED, *(["README.md"] if overwrite else []), *_WRITTEN)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +159,8 @@ def _first_difference(old: Any, new: Any) -> str:
 
 def append_log(folder: Path, line: Mapping[str, Any]) -> None:
     """One more line of log.jsonl."""
-    with (folder / LOG_FILE).open("a", encoding="utf-8") as file:
+    path = folder / LOG_FILE
+    with named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -17,7 +17,7 @@ from cnmm._files import checksum, sweep, write_atomically
 from cnmm._lock import locked
 from cnmm.draw import save_picture
 from cnmm.evaluation.damage import measure_orders
-from cnmm.evaluation.kept import SAVE_EVERY_S, Kept
+from cnmm.evaluation.kept import Kept
 from cnmm.evaluation.measure import Progress, measure
 from cnmm.evaluation.plot import plot_frontier
 from cnmm.evaluation.search import Rules
@@ -61,7 +61,6 @@ def measure_frontier(
     latency: Mapping[str, float],
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-    save_every_s: float = SAVE_EVERY_S,
 ) -> Frontier:
     """Measures the frontier of a run, or goes on doing so, and writes it. See `Run.measure`."""
     split, part, chosen = images.measured(num_images)
@@ -73,12 +72,12 @@ def measure_frontier(
         about = [cnmm.__version__, weights, images.identity()]
         if rule in ("damage", "all") and model.orders is None and model.config.mixing == "gates":
             logger.info("measuring which cuts do the least damage, on training images")
-            kept = Kept(place, of=[*about, "orders"], every_s=save_every_s, should_stop=should_stop)
+            kept = Kept(place, of=[*about, "orders"], should_stop=should_stop)
             model.orders = measure_orders(model, images.damage(), kept)
             save_orders(folder, model.orders)
         shown = hashlib.sha256(chosen.tobytes()).hexdigest()
         options = [rule, shown, split, num_points, test, metric, raw, sorted((model.orders or {}).items())]
-        kept = Kept(place, of=[*about, options], every_s=save_every_s, should_stop=should_stop)
+        kept = Kept(place, of=[*about, options], should_stop=should_stop)
         frontier = measure(
             model,
             images.batches(part, chosen),

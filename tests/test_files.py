@@ -2,19 +2,18 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
+from cnmm import run_folder
 from cnmm._errors import UserError
 from cnmm._files import scratch_folder, sweep, write_atomically, written_aside
-from cnmm._lock import LOCK_FILE, locked
-from cnmm.cli import main as cli
-from tests.helpers import ROOT, refused
+from cnmm._lock import LOCK_FILE, locked, remove_passing
+from cnmm.ladder import is_ladder
+from tests.helpers import ROOT, python, refused
 
 HOLD = """
 import sys, time
@@ -76,6 +75,7 @@ def test_what_a_killed_process_left_aside_is_swept_away(tmp_path, monkeypatch):
 RACE = """
 import sys
 from pathlib import Path
+from cnmm import run_folder
 from cnmm._errors import UserError
 from cnmm._lock import locked
 sys.stdin.readline()
@@ -117,11 +117,11 @@ def test_a_folder_is_replaced_only_if_it_is_what_it_should_be(tmp_path):
 
     write()
     assert "exists" in refused(write)
-    write(overwrite="ladder.json")
+    write(overwrite=is_ladder)
     assert "overwrite" in (tmp_path / "out" / "ladder.json").read_text()
     (tmp_path / "out" / "ladder.json").unlink()
     (tmp_path / "out" / "letters").touch()
-    assert "exists" in refused(write, overwrite="ladder.json")
+    assert "exists; it is not what --overwrite replaces" in refused(write, overwrite=is_ladder)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -136,17 +136,65 @@ def test_a_write_that_fails_leaves_nothing_aside(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sigterm_undoes_what_is_half_done(tmp_path, capsys, monkeypatch):
+TERMINATED = """
+import os, signal, sys, time
+from pathlib import Path
+from cnmm._files import written_aside
+from cnmm._lock import locked
+from cnmm.cli import main, models
+folder = Path(sys.argv[1])
+def answer(verb):
+    with locked(folder, "cnmm export"), written_aside(folder / "ladder") as aside:
+        (aside / "file").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+models.Models.answer = answer
+sys.exit(main.main(["models"]))
+"""
+
+
+def test_sigterm_undoes_what_is_half_done(tmp_path):
     """Where nothing can go on later, as in an export: 143, one line, nothing left."""
-
-    def answer(verb):
-        with written_aside(tmp_path / "ladder"):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-
-    monkeypatch.setattr("cnmm.cli.models.Models.answer", answer)
-    before = signal.getsignal(signal.SIGTERM)
-    assert cli.main(["models"]) == 143
-    assert capsys.readouterr().err == "cnmm: terminated\n"
+    done = python(TERMINATED, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "cnmm: terminated\n")
     assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_fork_leaves_alone_what_is_its_parents(tmp_path):
+    with written_aside(tmp_path / "ladder") as aside:
+        pid = os.fork()
+        if not pid:
+            remove_passing()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert aside.exists()
+        remove_passing()
+        assert not aside.exists()
+        aside.mkdir()
+
+
+def test_errors_of_the_system_name_what_was_asked_for(tmp_path):
+    def fail():
+        with written_aside(tmp_path / "ladder") as aside:
+            write_atomically(aside / "none" / "file", b"x")
+
+    with pytest.raises(FileNotFoundError) as caught:
+        fail()
+    assert caught.value.filename == str(tmp_path / "ladder")
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomically(tmp_path / "none" / "file", b"x")
+    assert caught.value.filename == str(tmp_path / "none" / "file")
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        run_folder.append_log(Log(tmp_path / "full"), {"step": 1})
+    assert caught.value.filename == str(tmp_path / "full")
+
+
+class Log:
+    """A folder whose log is on a full disk."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __truediv__(self, name):
+        return self.path

@@ -131,7 +131,7 @@ def test_until_the_new_measurement_is_complete_the_old_one_is_whole(own_run, mon
         real(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr("cnmm._files._remove", lambda path: None)
+    monkeypatch.setattr("cnmm._lock.remove", lambda path: None)
     seen = set()
     for num in range(12):
         left[:] = [False, *[True] * num]

@@ -19,6 +19,7 @@ COST_WORDS = ("macs", "params", "mixture's macs", "mixture's params")
 RunFolder = Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
 BudgetText = Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="(default: nothing cut)")]
 PointName = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
+Overwrite = Annotated[bool, NO_HINT]
 DataPlace = Annotated[str | None, arg(metavar="KIND:DIR", help_behavior_hint="(default: the run's own)")]
 
 
@@ -36,6 +37,8 @@ class Slim:
     """An operating point such as e5c37, instead of a budget."""
     data: DataPlace = None
     """Where the images are, in case the point's statistics must be re-estimated."""
+    overwrite: Overwrite = False
+    """Replace the slim network in --out."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
@@ -43,7 +46,9 @@ class Slim:
         from cnmm.export.slim import costs
         from cnmm.run import Run
 
-        network = Run(self.run, data=self.data).slim(budget=self.budget, point=self.point, out=self.out)
+        network = Run(self.run, data=self.data).slim(
+            budget=self.budget, point=self.point, out=self.out, overwrite=self.overwrite
+        )
         size = (self.out / "model.safetensors").stat().st_size
         return {"folder": str(self.out), "point": network.point.name, **costs(network), "bytes": size}
 
@@ -72,6 +77,8 @@ class Export:
     """Networks for images of any height and width, instead of the model's own. For segmentation."""
     data: DataPlace = None
     """Where the images are: int8 needs them, and so does a point whose statistics are not stored."""
+    overwrite: Overwrite = False
+    """Replace the file or ladder in --out."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
@@ -84,7 +91,12 @@ class Export:
         from cnmm.run import Run
 
         made = Run(self.run, data=self.data).export(
-            self.out, budget=self.budget, point=self.point, precision=self.precision, any_size=self.any_size
+            self.out,
+            budget=self.budget,
+            point=self.point,
+            precision=self.precision,
+            any_size=self.any_size,
+            overwrite=self.overwrite,
         )
         names = ("point", *COSTS, "precision")
         answer = {"file": str(made.file), **{name: getattr(made, name) for name in names}, "bytes": made.num_bytes}
@@ -101,6 +113,7 @@ class Export:
             ladder = Run(self.run, data=self.data).export_ladder(
                 self.out,
                 num,
+                overwrite=self.overwrite,
                 precision=self.precision,
                 any_size=self.any_size,
                 on_progress=lambda done, total: bar.show("exporting", done / total, more=f"{done} of {total}"),

@@ -27,7 +27,7 @@ from cnmm.cli.exporting import Export, Report, Slim
 from cnmm.cli.models import Draw, Info, Models
 from cnmm.cli.running import Bench, Predict
 from cnmm.cli.serving import Simulate
-from cnmm.cli.signals import Terminated, terminable
+from cnmm.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
 from cnmm.cli.terminal import Verb, one_line, say
 from cnmm.cli.training import Train
 from cnmm.cli.usage import check_ranges, check_verb, on_one_line
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         terminated = isinstance(error, Terminated)
         say("terminated" if terminated else "interrupted")
-        return 143 if terminated else 130
+        return TERMINATED if terminated else INTERRUPTED
 
 
 def speak_for_the_library() -> None:

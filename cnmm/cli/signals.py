@@ -5,6 +5,7 @@ The exit status is the usual one: 130 after Ctrl-C, 143 after SIGTERM.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,22 +13,29 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from cnmm._errors import Stopped
+from cnmm._lock import remove_passing
 from cnmm.cli.terminal import say
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit statuses."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which undoes what is half done like Ctrl-C."""
+    """SIGTERM, after everything was saved."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """While this runs, SIGTERM raises `Terminated`, so that files written aside do not stay."""
-
-    def end(*_: object) -> NoReturn:
-        raise Terminated
-
-    with _handled({signal.SIGTERM: end}):
+    """While this runs, SIGTERM ends the process at once, and removes what it was writing."""
+    with _handled({signal.SIGTERM: _end}):
         yield
+
+
+def _end(*_: object) -> NoReturn:
+    """Not by an exception: in the middle of other libraries' code, those have crashed the process."""
+    remove_passing()
+    os.write(2, b"cnmm: terminated\n")  # the signal may have come while something was printed
+    os._exit(TERMINATED)
 
 
 @contextmanager
@@ -39,8 +47,10 @@ def stopping(fix: str) -> Iterator[Callable[[], bool]]:
     asked: list[int] = []
 
     def ask(number: int, _: object) -> None:
+        if asked and number == signal.SIGTERM:
+            _end()
         if asked:
-            raise _interruption(number)
+            raise KeyboardInterrupt
         asked.append(number)
         say("stopping as soon as everything can be saved; press Ctrl-C again to stop at once")
 
@@ -49,11 +59,7 @@ def stopping(fix: str) -> Iterator[Callable[[], bool]]:
             yield lambda: bool(asked)
         except Stopped as stop:
             say(f"{stop}; {fix}")
-            raise _interruption(asked[0] if asked else signal.SIGINT) from None
-
-
-def _interruption(number: int) -> KeyboardInterrupt:
-    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+            raise (Terminated if asked[:1] == [signal.SIGTERM] else KeyboardInterrupt) from None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from cnmm._errors import Stopped, UserError
 from cnmm._files import read_tensors, to_bytes, write_atomically
 
 SAVE_EVERY_S = 30.0
+"""How often what was found is written, unless told."""
 _DONE = "done"
 """The tensor that says how many batches a sweep has seen."""
 
@@ -37,13 +38,14 @@ class Kept:
         folder: Path | None = None,
         *,
         of: object = None,
-        every_s: float = SAVE_EVERY_S,
+        every_s: float | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`of`: all that the measurement depends on, as JSON; what was kept of another one is not used."""
         digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = None if folder is None else folder / digest
-        self.every_s, self.should_stop, self.saved_at = every_s, should_stop, time.monotonic()
+        self.every_s = SAVE_EVERY_S if every_s is None else every_s
+        self.should_stop, self.saved_at = should_stop, time.monotonic()
         self.num_sweeps = 0
         self.unsaved: dict[int, Callable[[], dict[str, Tensor]]] = {}
         """What is newer than its file, by number of the sweep."""

@@ -30,7 +30,7 @@ from cnmm.export.slim import slim, slim_cascade
 from cnmm.export.stages import StageBytes, measured_again, stage_files, written_stage_macs
 from cnmm.export.written import written_frontier
 from cnmm.frontier import Frontier, FrontierPoint
-from cnmm.ladder import Ladder, NetworkFile, answer_of, read_ladder
+from cnmm.ladder import Ladder, NetworkFile, answer_of, is_ladder, read_ladder
 from cnmm.mixture import Mixture
 
 logger = logging.getLogger("cnmm")
@@ -47,6 +47,7 @@ def export_ladder(
     any_size: bool = False,
     calibration: Images | None = None,
     validation: Validation | None = None,
+    overwrite: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """A ladder folder: envelope points of a frontier, its cascade, and the manifest `ladder.json`.
@@ -55,7 +56,7 @@ def export_ladder(
     model's own unless told. `any_size`: one set of files for images of any height and width, for segmentation.
     `validation` gives batches of uint8 images and labels, those that the frontier was measured on or some of them: a
     network that is far from its measured quality is refused, and int8 networks and their cascade are measured anew.
-    Without it an int8 ladder has no cascade.
+    Without it an int8 ladder has no cascade. `overwrite` replaces a ladder.
     """
     about = preprocessing_of(model, preprocessing)
     check_any_size(model.config, any_size)
@@ -66,7 +67,7 @@ def export_ladder(
     answers = (answer_of(model.config.task),)
     networks: dict[str, NetworkFile] = {}
     stages: tuple[NetworkFile, ...] = ()
-    with written_aside(folder) as aside:
+    with written_aside(folder, overwrite=is_ladder if overwrite else None) as aside:
         for number, point in enumerate(chosen):
             chosen[number], data = maker.network(point)
             networks[point.name] = NetworkFile.write(aside / f"{point.name}.onnx", data, outputs=answers)

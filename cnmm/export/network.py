@@ -81,11 +81,11 @@ def check_any_size(config: MixtureConfig, any_size: bool) -> None:
         )
 
 
-def check_new_file(path: str | Path) -> None:
-    """Refuses to write over something, or where there is no folder."""
+def check_new_file(path: str | Path, *, overwrite: bool = False) -> None:
+    """Refuses to write over something, unless it is a file that may be replaced, or where there is no folder."""
     path = Path(path)
-    if path.exists():
-        raise UserError(f"{path} exists; remove it, or choose another file")
+    if path.exists() and not (overwrite and path.is_file()):
+        raise UserError(f"{path} exists; replace it with --overwrite, remove it, or choose another file")
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; create it first")
 

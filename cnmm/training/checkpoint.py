@@ -43,23 +43,34 @@ class Checkpoints:
     ) -> None:
         self.folder, self.model, self.optimizer, self.average = folder, model, optimizer, average
         self.every_s, self.saved_at = every_s, time.monotonic()
+        self.notes: dict[str, float] = {}
+        """What else the restored one says: sums over the steps of its epoch, for the log."""
 
     @property
     def due(self) -> bool:
         """Is the last one so old that the next should be written?"""
         return time.monotonic() - self.saved_at > self.every_s
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, notes: Mapping[str, float] | None = None) -> None:
         if distributed.rank() == 0:
-            save_state(self.folder, self.model, self.optimizer, self.average, step)
+            save_state(self.folder, self.model, self.optimizer, self.average, step, notes)
         self.saved_at = time.monotonic()
 
     def restore(self) -> int:
         """Puts the newest back and returns its number of steps; 0 if there is none yet."""
-        return restore(self.folder, self.model, self.optimizer, self.average)
+        step = restore(self.folder, self.model, self.optimizer, self.average)
+        self.notes = _read_state(self.folder / CHECKPOINTS / _name(step))[1] if step else {}
+        return step
 
 
-def save_state(folder: Path, model: nn.Module, optimizer: State, average: Mapping[str, Tensor], step: int) -> None:
+def save_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: State,
+    average: Mapping[str, Tensor],
+    step: int,
+    notes: Mapping[str, float] | None = None,
+) -> None:
     """Writes a checkpoint after `step` steps and removes all but the two newest."""
     parent = folder / CHECKPOINTS
     parent.mkdir(exist_ok=True)
@@ -68,7 +79,7 @@ def save_state(folder: Path, model: nn.Module, optimizer: State, average: Mappin
         return
     with written_aside(final) as aside:
         write_atomically(aside / STATE_FILE, to_bytes(_state(model, optimizer, average)))
-        write_json(aside / "state.json", {"step": step})
+        write_json(aside / "state.json", {"step": step, "notes": dict(notes or {})})
     for old in sorted(parent.glob("step-*"))[:-2]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -78,7 +89,7 @@ def restore(folder: Path, model: nn.Module, optimizer: State, average: Mapping[s
     problems = []
     for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
         try:
-            step = _read_step(path)
+            step, _ = _read_state(path)
             state = read_tensors(path / STATE_FILE, "pt")
         except (OSError, UserError) as error:
             problems.append(f"{path}: {error}")
@@ -95,15 +106,16 @@ def restore(folder: Path, model: nn.Module, optimizer: State, average: Mapping[s
     return 0
 
 
-def _read_step(path: Path) -> int:
-    """After how many steps a checkpoint was written: its name and its state.json say the same."""
+def _read_state(path: Path) -> tuple[int, dict[str, float]]:
+    """After how many steps a checkpoint was written (its name and its state.json say the same), and its notes."""
     file = path / "state.json"
     data = read_json(file)
     with inside(file):
         step: int = _fields.get(data, "step", _fields.COUNT)
         if path.name != _name(step):
             raise UserError(f"step={step}: must be that of the folder's name, {path.name}")
-    return step
+        notes = _fields.get(data, "notes", _fields.or_null(_fields.OBJECT)) or {}
+        return step, _fields.get_all(notes, dict.fromkeys(notes, _fields.NUMBER), "notes.")
 
 
 def _name(step: int) -> str:

@@ -32,6 +32,9 @@ from cnmm.training.scene_batches import make_images, training_task
 from cnmm.training.stem import start_stem, stem_images
 from cnmm.training.teacher import teacher_answers
 
+SAVE_EVERY_S = 300.0
+"""How often a checkpoint is written within an epoch; there is always one at its end."""
+
 
 class NotFinite(UserError):
     """The loss is not a finite number; the parameters are those before the step."""
@@ -44,7 +47,6 @@ def train(
     folder: Path,
     *,
     resume: bool = False,
-    save_every_s: float = 300.0,
     on_step: Callable[[Progress], None] = lambda progress: None,
     on_epoch: Callable[[EpochResult], None] = lambda result: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -55,7 +57,7 @@ def train(
     device = distributed.pick_device(config.device)
     optimizer = Optimizer(model.to(device).train(), config)
     average = Average(model, config.average)
-    checkpoints = Checkpoints(folder, model, optimizer, average.tensors, every_s=save_every_s)
+    checkpoints = Checkpoints(folder, model, optimizer, average.tensors, every_s=SAVE_EVERY_S)
     done = checkpoints.restore() if resume else 0
     meter = Meter(model, total=config.epochs * steps, done=done)
     start_log(folder, done)
@@ -67,7 +69,7 @@ def train(
         start_weights(model, average, images, data, kept, done=done)
         ladder: Ladder | None = None
         for epoch in range(done // steps, config.epochs):
-            meter.begin()
+            meter.begin(checkpoints.notes if done > epoch * steps else {})
             stop = False
             for batch in images.training_batches(data.train, kept, epoch, first=done - epoch * steps):
                 step, part = batch.step, done / meter.total
@@ -81,7 +83,7 @@ def train(
                 done += 1
                 on_step(meter.tick(epoch, step, steps, value, config.batch_size))
                 if step + 1 < steps and (stop or checkpoints.due):
-                    checkpoints.save(done)
+                    checkpoints.save(done, meter.notes())
                     if stop:
                         raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
             if distributed.rank() == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -191,25 +191,29 @@ class GradientNorms:
         for part in (model.outputs, model.classifiers):
             names |= dict.fromkeys(map(id, part.parameters()), "output")
         self.parameters = [(names.get(id(parameter), "gates"), parameter) for parameter in model.parameters()]
-        self.restart()
+        self.restart({})
 
-    def restart(self) -> None:
-        self.squares: dict[str, Tensor] = {}
-        self.steps = 0
+    def restart(self, sums: Mapping[str, float]) -> None:
+        """Begins, or goes on from sums of squares."""
+        self.squares = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
 
     @torch.no_grad()
     def add(self) -> None:
         """Takes a note of the gradients as they are."""
         present = [(name, parameter.grad) for name, parameter in self.parameters if parameter.grad is not None]
         squares = torch.stack(torch._foreach_norm([gradient for _, gradient in present])).double().square()
-        self.steps += 1
         for name in dict.fromkeys(name for name, _ in present):
             index = [k for k, (other, _) in enumerate(present) if other == name]
-            self.squares[name] = self.squares.get(name, 0) + squares[index].sum()
+            own = squares[index].sum()
+            self.squares[name] = self.squares[name].to(own) + own if name in self.squares else own
 
-    def means(self) -> dict[str, float]:
+    def sums(self) -> dict[str, float]:
+        """Sums of squares over the steps."""
+        return {name: square.item() for name, square in self.squares.items()}
+
+    def means(self, steps: int) -> dict[str, float]:
         """Root mean squares over the steps."""
-        return {name: math.sqrt(square.item() / self.steps) for name, square in self.squares.items()}
+        return {name: math.sqrt(square / steps) for name, square in self.sums().items()}
 
 
 class Average:

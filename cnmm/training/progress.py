@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,22 +64,26 @@ class Meter:
         self.total, self.done = total, done
         self.step_s: float | None = None
         self.images_per_s = 0.0
-        self.losses: list[float] = []
+        self.loss_sum, self.num_steps = 0.0, 0
         self.gradients = GradientNorms(model)
-        """Both of the steps of this epoch."""
+        """All of the steps of this epoch."""
         self.last = time.monotonic()
 
-    def begin(self) -> None:
-        """An epoch begins."""
-        self.losses = []
-        self.gradients.restart()
+    def begin(self, notes: Mapping[str, float]) -> None:
+        """An epoch begins, or goes on where `notes` were taken."""
+        self.loss_sum, self.num_steps = notes.get("loss", 0.0), int(notes.get("steps", 0))
+        self.gradients.restart({name: value for name, value in notes.items() if name not in ("loss", "steps")})
+
+    def notes(self) -> dict[str, float]:
+        """Sums over the steps of this epoch."""
+        return {"loss": self.loss_sum, "steps": self.num_steps, **self.gradients.sums()}
 
     def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int) -> Progress:
         now = time.monotonic()
         elapsed, self.last = now - self.last, now
         self.step_s = elapsed if self.step_s is None else 0.95 * self.step_s + 0.05 * elapsed
         self.done += 1
-        self.losses.append(loss)
+        self.loss_sum, self.num_steps = self.loss_sum + loss, self.num_steps + 1
         self.images_per_s = batch / self.step_s
         return Progress(
             epoch=epoch,
@@ -118,14 +123,14 @@ def epoch_result(
         meter.last = time.monotonic()
     return EpochResult(
         epoch=epoch + 1,
-        loss=sum(meter.losses) / len(meter.losses),
+        loss=meter.loss_sum / meter.num_steps,
         lr=learning_rate(config, (epoch + 1) / config.epochs),
         images_per_s=meter.images_per_s,
         entropy=gate_entropy(model),
         metric=metric,
         quality=quality,
         statistics=config.statistics,
-        gradients=meter.gradients.means(),
+        gradients=meter.gradients.means(meter.num_steps),
     )
 
 

@@ -54,9 +54,10 @@ OPTIONS = {
         )
     },
     "choose": {"--budget", "--json", "--debug"},
-    "slim": {"-o", "--out", "--budget", "--point", "--data", "--json", "--debug"},
+    "slim": {"-o", "--out", "--budget", "--point", "--data", "--overwrite", "--json", "--debug"},
     "export": {
-        *("-o", "--out", "--budget", "--point", "--ladder", "--precision", "--any-size", "--data", "--json", "--debug")
+        *("-o", "--out", "--budget", "--point", "--ladder", "--precision", "--any-size", "--data", "--overwrite"),
+        *("--json", "--debug"),
     },
     "report": {"-o", "--out", "--data", "--json", "--debug"},
     "predict": {
