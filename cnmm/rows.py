@@ -57,7 +57,9 @@ def scale_shift(x_MD: Tensor, scale_D: Tensor, shift_D: Tensor, shape: Sequence[
 def activate(x: Tensor, slope_C: Tensor | None) -> Tensor:
     """ReLU of images [N, C, h, w], or PReLU when there are slopes."""
     if slope_C is None:
-        return F.relu(x, inplace=True)
+        return F.relu(
+            x, inplace=not torch.Tensor._is_view(x)
+        )  # what a function of our own returned as a view must stay as it is
     return _prelu(x, slope_C) if x.device.type == "cpu" else F.prelu(x, slope_C.to(x.dtype))
 
 
