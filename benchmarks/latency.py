@@ -31,7 +31,7 @@ from cnmm._machine import machine
 from cnmm.config import Preprocessing
 from cnmm.export.network import onnx_bytes
 from cnmm.export.slim import SlimNetwork, slim
-from cnmm.ladder import NetworkFile
+from cnmm.ladder import NetworkFile, answer_of
 from cnmm.runtime.engines import open_runtime
 from cnmm.runtime.latency import runtime_version
 from tests.matching import reference_of
@@ -109,12 +109,21 @@ def plain_bytes(network: SlimNetwork) -> bytes:
 
 
 def file_call(
-    data: bytes, runtime: str, threads: int, image: np.ndarray, folder: Path, precision: str = "float32"
+    data: bytes,
+    runtime: str,
+    threads: int,
+    image: np.ndarray,
+    folder: Path,
+    precision: str = "float32",
+    *,
+    task: str = "classification",
+    any_size: bool = False,
 ) -> Callable[[], object]:
-    """One of our files, as a session runs it: from the image in memory to the probabilities."""
+    """One of our files, as a session runs it: from the image in memory to the answer."""
     digest = hashlib.sha256(data).hexdigest()
-    opened = open_runtime(runtime, threads=threads, precision=precision, image_shape=image.shape[1:])
-    chain = opened.chain([NetworkFile.write(folder / f"{digest}.onnx", data)])
+    about = {"image_shape": image.shape[1:], "any_size": any_size}
+    opened = open_runtime(runtime, threads=threads, precision=precision, **about)
+    chain = opened.chain([NetworkFile.write(folder / f"{digest}.onnx", data, outputs=(answer_of(task),))])
 
     def call() -> object:
         return list(chain.walk(image))

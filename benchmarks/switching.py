@@ -16,6 +16,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,15 +26,11 @@ from cnmm._machine import machine
 NUM_POINTS = 16
 
 
-def make_ladder(folder: Path, name: str) -> None:
-    """A ladder of an untrained model; its accuracies only order the points by macs."""
-    import torch
-
+def make_ladder(folder: Path, model: Any) -> None:
+    """A ladder of a model, trained or not; its qualities only order the points by macs."""
     from benchmarks.latency import choose_points
     from cnmm.frontier import Frontier, FrontierPoint
 
-    torch.manual_seed(0)
-    model = cnmm.create_model(name).eval()
     model.preprocessing = cnmm.Preprocessing.plain(model.config)
     costs = cnmm.CostTable.of(model.config)
     full = costs.exit().macs
@@ -45,7 +42,9 @@ def make_ladder(folder: Path, name: str) -> None:
         known = {"n": 1, "split": "none", "statistics": "raw", "metric": "accuracy"}
         quality = {"quality": order, "low": order, "high": order, **known}
         points.append(FrontierPoint(name=point.name, **shape, **quality))
-    cnmm.export_ladder(model, Frontier(model=name, full_macs=full, points=tuple(points)), folder, NUM_POINTS)
+    cnmm.export_ladder(
+        model, Frontier(model=model.config.name, full_macs=full, points=tuple(points)), folder, NUM_POINTS
+    )
 
 
 def memory_mb() -> float:
@@ -92,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.ladder or Path(name) / "ladder"
         if not arguments.ladder:
-            make_ladder(folder, arguments.model)
+            make_ladder(folder, cnmm.create_model(arguments.model).eval())
         for runtime in ("onnx", "openvino"):
             before, start = memory_mb(), time.perf_counter()
             with cnmm.Session(folder, runtime=runtime, threads=arguments.threads) as session:

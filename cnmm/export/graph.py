@@ -37,7 +37,7 @@ from cnmm.export.ingredients import (
 )
 from cnmm.lattice import Edge, Lattice, OperatingPoint, build_lattice, channels, halve, reached_exits
 
-Op = Literal["conv", "affine", "concat", "pool", "mean", "linear", "resize", "add"]
+Op = Literal["conv", "affine", "activate", "concat", "pool", "mean", "linear", "resize", "add"]
 IMAGE = "image"
 
 
@@ -69,7 +69,7 @@ class Step:
         """Names and shapes of the step's own tensors."""
         if not self.shape:
             return {}
-        found = {f"{self.name}.weight": self.shape}
+        found = {} if self.op == "activate" else {f"{self.name}.weight": self.shape}
         if self.bias:
             found[f"{self.name}.bias"] = self.shape[:1]
         if self.activation == "prelu":
@@ -106,7 +106,8 @@ class Graph:
         Activations do not, in whatever form they are written.
         """
         steps = [step for step in steps if step.tensors]
-        macs = sum(prod(step.shape) * prod(self.shapes[step.name][1:]) for step in steps)
+        products = [step for step in steps if step.op != "activate"]
+        macs = sum(prod(step.shape) * prod(self.shapes[step.name][1:]) for step in products)
         return Cost(macs, sum(prod(shape) for step in steps for shape in step.tensors.values()))
 
     def stages(self) -> list[tuple[Step, ...]]:
@@ -287,14 +288,18 @@ class _Builder:
         self._classify_pixels(exit, h)
 
     def _classify_pixels(self, exit: int, h: str) -> None:
+        """Scale and shift of a BN before the upsampling, which commutes with them: fewer pixels, and one layout."""
         config, few = self.config, CLASSIFIER_CHANNELS
+        first, second = ClassifierNorm(exit, "first"), ClassifierNorm(exit, "second")
+        h = self._affine(f"first{exit}", h, config.channels, [first], active=not self.halvings)
         if self.halvings:
             h = self._resize(f"first_up{exit}", h, self.halvings - 1)
-        h = self._affine(f"first{exit}", h, config.channels, [ClassifierNorm(exit, "first")])
-        h = self._conv(f"middle{exit}", h, ClassifierPart(exit, "conv"), (few, config.channels, 1, 1))
-        if self.halvings == 2:
+            h = self._activate(f"first_act{exit}", h, config.channels, first)
+        kernel, shape, up = ClassifierPart(exit, "conv"), (few, config.channels, 1, 1), self.halvings == 2
+        h = self._conv(f"middle{exit}", h, kernel, shape, norms=[second], active=not up)
+        if up:
             h = self._resize(f"second_up{exit}", h, 0)
-        h = self._affine(f"second{exit}", h, few, [ClassifierNorm(exit, "second")])
+            h = self._activate(f"second_act{exit}", h, few, second)
         h = self._conv(f"depthwise{exit}", h, ClassifierPart(exit, "depthwise"), (few, 1, 3, 3), groups=few)
         last = ClassifierPart(exit, "pointwise")
         self._conv(f"logits{exit}", h, last, (config.num_classes, few, 1, 1), bias=True)
@@ -314,8 +319,9 @@ class _Builder:
         bias: bool = False,
         stride: int = 1,
         groups: int = 1,
+        active: bool = True,
     ) -> str:
-        """A convolution; with batch normalisations behind it, those are folded in and the activation follows."""
+        """A convolution; with batch normalisations behind it, those are folded in, and if `active`, the activation."""
         step = Step(
             op="conv",
             name=name,
@@ -324,15 +330,15 @@ class _Builder:
             kernel=kernel,
             norms=tuple(norms),
             bias=bias or bool(norms),
-            activation=self.act if norms else None,
+            activation=self.act if norms and active else None,
             stride=stride,
             padding=shape[2] // 2,
             groups=groups,
         )
         return self._add(step)
 
-    def _affine(self, name: str, source: str, width: int, norms: Sequence[Norm]) -> str:
-        """Batch normalisations side by side, and the activation."""
+    def _affine(self, name: str, source: str, width: int, norms: Sequence[Norm], *, active: bool = True) -> str:
+        """Batch normalisations side by side, and if `active`, the activation."""
         step = Step(
             op="affine",
             name=name,
@@ -340,8 +346,13 @@ class _Builder:
             shape=(width,),
             norms=tuple(norms),
             bias=True,
-            activation=self.act,
+            activation=self.act if active else None,
         )
+        return self._add(step)
+
+    def _activate(self, name: str, source: str, width: int, norm: Norm) -> str:
+        """The activation behind a batch normalisation, alone."""
+        step = Step(op="activate", name=name, inputs=(source,), shape=(width,), norms=(norm,), activation=self.act)
         return self._add(step)
 
     def _pool(self, name: str, source: str, *, largest: bool = False) -> str:

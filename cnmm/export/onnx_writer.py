@@ -131,30 +131,30 @@ class _Writer:
     def _write(self, step: Step, name: str) -> None:
         """The nodes of a step, which make the tensor `name`."""
         inputs = ["prepared" if source == IMAGE else source for source in step.inputs]
-        write = getattr(self, f"_{step.op}")
-        if step.activation is None:
-            write(step, inputs, name)
-        elif step.activation == "relu":
-            write(step, inputs, f"{name}_linear")
-            self._node("Relu", [f"{name}_linear"], name)
-        else:
+        if step.activation == "prelu":
             self._write_prelu(step, inputs, name)
+            return
+        out = f"{name}_linear" if step.activation else name
+        getattr(self, f"_{step.op}")(step, inputs, out)
+        if step.activation:
+            self._node("Relu", [out], name)
 
     def _write_prelu(self, step: Step, inputs: list[str], name: str) -> None:
         """prelu(y) = slope * y + relu((1 - slope) * y) for slopes up to 1: onnxruntime need not leave its own layout.
 
         It would for the node PRelu. A scale and shift before it costs nothing: both terms take it in.
         """
-        slope, source = self.tensors[f"{step.name}.slope"], f"{name}_linear"
-        if slope.max() > 1:
+        slope, source = self.tensors[f"{step.name}.slope"], inputs[0]
+        scale, shift = np.ones_like(slope), None
+        whole = slope.max() > 1
+        if step.op == "affine" and not whole:
+            scale, shift = self.tensors[f"{step.name}.weight"], self.tensors[f"{step.name}.bias"]
+        elif step.op != "activate":
+            source = f"{name}_linear"
             getattr(self, f"_{step.op}")(step, inputs, source)
+        if whole:
             self._node("PRelu", [source, self._keep(f"{name}.slope", slope[:, None, None])], name)
             return
-        scale, shift = np.ones_like(slope), None
-        if step.op == "affine":
-            source, scale, shift = inputs[0], self.tensors[f"{step.name}.weight"], self.tensors[f"{step.name}.bias"]
-        else:
-            getattr(self, f"_{step.op}")(step, inputs, source)
         for part, share in (("linear", slope), ("above", 1 - slope)):
             moved = None if shift is None else share * shift
             self._scale(f"{name}.{part}", share * scale, moved, source, f"{name}_{part}_part")

@@ -109,8 +109,10 @@ class _Layer(nn.Module):
             self.register_parameter(name.rpartition(".")[2], nn.Parameter(tensor.float(), requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        step, weight = self.step, cast(Tensor, self.weight)
-        bias = cast(Tensor, self.bias) if step.bias else None
+        step = self.step
+        if step.op == "activate":
+            return F.prelu(x, cast(Tensor, self.slope))
+        weight, bias = cast(Tensor, self.weight), cast(Tensor, self.bias) if step.bias else None
         if step.op == "conv":
             x = F.conv2d(x, weight, bias, step.stride, step.padding, groups=step.groups)
         elif step.op == "linear":
