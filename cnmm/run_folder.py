@@ -38,7 +38,15 @@ WEIGHTS_FILE = "model.safetensors"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
 _MEASURED = ("frontier.*", "statistics*.safetensors", "orders.json", "latency.json", "report.html")
-_WRITTEN = ("checkpoints", "log.jsonl", "held_out.json", "teacher.safetensors", WEIGHTS_FILE, CONFIG_FILE)
+_WRITTEN = (
+    "checkpoints",
+    "tensorboard",
+    "log.jsonl",
+    "held_out.json",
+    "teacher.safetensors",
+    WEIGHTS_FILE,
+    CONFIG_FILE,
+)
 """What a run folder may hold: of a frontier, and of a training; config.json, by which it is known, goes last."""
 _MOST_LOG = 2**30
 _NOT_THE_SAME = "the two files are not of the same model"

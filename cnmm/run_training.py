@@ -22,6 +22,7 @@ from cnmm.mixture import Mixture
 from cnmm.run import Run
 from cnmm.run_folder import has_steps, is_run, load, read_config, start_run
 from cnmm.run_held_out import load_held_out, save_held_out
+from cnmm.training import tensorboard
 from cnmm.training.batches import FEWEST_STEPS, fitting_batch, steps_per_epoch, use_bfloat16
 from cnmm.training.config import TrainConfig
 from cnmm.training.loop import train as run_loop
@@ -86,11 +87,23 @@ def train(
             out,
             resume=going_on,
             on_step=on_step if first else lambda progress: None,
-            on_epoch=on_epoch,
+            on_epoch=_with_curves(on_epoch, out),
             should_stop=should_stop,
         )
         distributed.end()
         return _finished(Run(out, data=data), "validation" if images.test is None else "test", first=first)
+
+
+def _with_curves(on_epoch: Callable[[EpochResult], None], out: Path) -> Callable[[EpochResult], None]:
+    """Also writes TensorBoard's curves, where it is installed."""
+    curves = tensorboard.Curves(out) if tensorboard.is_installed() else None
+
+    def report(result: EpochResult) -> None:
+        on_epoch(result)
+        if curves:
+            curves.add(result)
+
+    return report
 
 
 def _finished(run: Run, split: str, *, first: bool) -> Run:

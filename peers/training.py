@@ -25,7 +25,7 @@ from cnmm.training.config import TrainConfig
 from cnmm.training.loop import check_finite
 from cnmm.training.objective import Lesson
 from cnmm.training.optim import Average
-from cnmm.training.scene_batches import make_images, pixel_weights
+from cnmm.training.scene_batches import class_weights, make_images
 from cnmm.training.stem import stem_images
 from cnmm.training.teacher import teacher_answers
 from peers.evaluate import Answers, ask, early_exit_rows, exit_rows
@@ -48,7 +48,7 @@ class Training:
         self.network: Peer = create_peer(name, data)
         self.optimizer = PeerOptimizer(self.network, config)
         self.average = Average(self.network, config.average)
-        self.task: Task = Segmentation(pixel_weights(data, self.kept, config)) if data.palette else Classification()
+        self.task: Task = (Segmentation if data.palette else Classification)(class_weights(data, self.kept, config))
 
     def start(self) -> int:
         """Puts the last checkpoint back, or what the weights start from; returns the epochs that are done."""

@@ -24,6 +24,10 @@ class Classification:
 
     metrics = ("accuracy", "mean_class_accuracy")
 
+    def __init__(self, class_weights: Tensor | None = None) -> None:
+        """`class_weights`: what images of each class count in the loss of a training, [K]."""
+        self.class_weights = class_weights
+
     def check_metric(self, metric: str | None = None) -> str:
         return checked_metric(metric, self.metrics)
 
@@ -33,7 +37,9 @@ class Classification:
         return target.long()
 
     def loss(self, logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        return F.cross_entropy(logits.float(), self.target(target), label_smoothing=label_smoothing)
+        """Cross-entropy, averaged over the images by the weight of their class."""
+        target, weights = self.target(target), self.class_weights
+        return F.cross_entropy(logits.float(), target, weights, label_smoothing=label_smoothing)
 
     def distil(self, logits: Tensor, teacher: Tensor) -> Tensor:
         student, wanted = logits.float().log_softmax(1), teacher.float().log_softmax(1)

@@ -15,7 +15,7 @@ ExitWeights = Literal["linear", "equal"]
 OptimizerName = Literal["sgd", "muon"]
 Schedule = Literal["cosine", "linear", "cyclic"]
 CycleLr = Literal["lowest", "highest"]
-ClassWeights = Literal["equal", "inverse_log"]
+ClassWeights = Literal["equal", "balanced", "inverse_log"]
 StemInit = Literal["random", "patches"]
 Padding = Literal["black", "reflect"]
 Flips = Literal["random", "alternating"]
@@ -113,7 +113,8 @@ class TrainConfig:
     loss_stride: int = 1
     """Of scenes: the loss sees every so many-th pixel of every so many-th row; which ones, changes with the steps."""
     class_weights: ClassWeights = "equal"
-    """Of scenes: what pixels of a class count, equal, or inverse_log: 1 / ln(1.1 + its share of the pixels)."""
+    """What images of a class, or pixels of scenes, count in the loss: all equal; balanced, every class the same in all;
+    or inverse_log, 1 / ln(1.1 + the share of the class)."""
     flip: bool = True
     """Mirror images."""
     flips: Flips = "random"

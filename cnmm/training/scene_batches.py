@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cnmm.data import DataSet, Split
 from cnmm.data.scenes import Scene, SceneSplit, class_shares, same_sizes
+from cnmm.evaluation.classification import Classification
 from cnmm.evaluation.quality import Task
 from cnmm.evaluation.segmentation import Segmentation
 from cnmm.evaluation.task import task_of
@@ -102,13 +103,24 @@ def make_images(data: DataSet, config: TrainConfig, **options: Any) -> Images:
 
 def training_task(model: Mixture, data: DataSet, kept: np.ndarray, config: TrainConfig) -> Task:
     """The model's task with the class weights of its training."""
-    weights = pixel_weights(data, kept, config)
-    return task_of(model.config) if weights is None else Segmentation(weights.to(model.stem.device))
+    weights = class_weights(data, kept, config)
+    if weights is None:
+        return task_of(model.config)
+    return (Segmentation if data.palette else Classification)(weights.to(model.stem.device))
 
 
-def pixel_weights(data: DataSet, kept: np.ndarray, config: TrainConfig) -> Tensor | None:
-    """What pixels of each class count: 1 / ln(1.10 + share of the pixels), as in ENet; None if all count the same."""
-    if not data.palette or config.class_weights == "equal":
+def class_weights(data: DataSet, kept: np.ndarray, config: TrainConfig) -> Tensor | None:
+    """What images, or pixels, of each class count in the loss; None if all count the same.
+
+    inverse_log is 1 / ln(1.10 + share), as in ENet; balanced is 1 / (classes * share): all classes count the same.
+    """
+    if config.class_weights == "equal":
         return None
-    shares = class_shares(cast(SceneSplit, data.train), kept, len(data.classes))
-    return torch.from_numpy(1 / np.log(1.10 + shares)).float()
+    if data.palette:
+        shares = class_shares(cast(SceneSplit, data.train), kept, len(data.classes))
+    else:
+        shares = np.bincount(data.train.labels[kept], minlength=len(data.classes)) / len(kept)
+    if config.class_weights == "inverse_log":
+        return torch.from_numpy(1 / np.log(1.10 + shares)).float()
+    there = shares > 0  # of a class that is nowhere, nothing is learned
+    return torch.from_numpy(np.where(there, 1 / (there.sum() * np.where(there, shares, 1.0)), 0.0)).float()

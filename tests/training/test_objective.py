@@ -1,3 +1,6 @@
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -6,6 +9,7 @@ from cnmm.training.ladder_tuning import Ladder
 from cnmm.training.loop import train
 from cnmm.training.objective import exit_weights, training_loss
 from cnmm.training.recipes import recipe
+from cnmm.training.scene_batches import training_task
 from cnmm.training.seeds import seeded
 from tests.training.helpers import new_model, same, small_config, small_data, weights
 
@@ -57,3 +61,27 @@ def test_the_last_exit_teaches_the_others_while_the_ladder_is_tuned():
 def test_every_variant_of_the_paper_trains(tmp_path, variant):
     trained = train(new_model(**variant), small_data(), small_config(epochs=1), tmp_path)
     assert all(torch.isfinite(tensor).all() for tensor in weights(trained).values())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_balanced_classes_count_the_same_in_all(smoothing):
+    """An oracle in numpy: the mean over the images of a batch, each weighted by 1 / (classes * share of its class)."""
+    labels = np.repeat([0, 1, 3], [8, 3, 1])
+    data = dataclasses.replace(small_data(12), classes=tuple("abcd"))
+    data = dataclasses.replace(data, train=dataclasses.replace(data.train, labels=labels))
+    kept = np.arange(1, 12)  # the first image of class 0 is held out
+    model = new_model(num_classes=4)
+    task = training_task(model, data, kept, small_config(class_weights="balanced"))
+    shares = np.array([7, 3, 0, 1]) / 11
+    expected = np.array([1 / (3 * 7 / 11), 1 / (3 * 3 / 11), 0, 1 / (3 / 11)])
+    assert task.class_weights.tolist() == pytest.approx(expected.tolist())
+    assert (expected * shares)[[0, 1, 3]] == pytest.approx(1 / 3)
+    logits, target = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.from_numpy(labels)
+    nll = -logits.double().log_softmax(1).numpy()
+    own = expected[labels] * nll[np.arange(12), labels]
+    spread = (expected * nll).sum(1) / 4
+    wanted = ((1 - smoothing) * own + smoothing * spread).sum() / expected[labels].sum()
+    assert task.loss(logits, target, label_smoothing=smoothing).item() == pytest.approx(wanted, rel=1e-5)
+    plain = training_task(model, data, kept, small_config())
+    assert plain.class_weights is None
+    assert torch.equal(plain.loss(logits, target), F.cross_entropy(logits, target))

@@ -66,7 +66,7 @@ def test_the_cyclic_schedule_is_that_of_the_code_that_the_paper_cites():
         ({"zoom": (2.0, 1.0)}, r"zoom=\(2.0, 1.0\): must be two positive numbers, the smaller first"),
         ({"scene_crop": (0, 5)}, r"scene_crop=\(0, 5\): must be a list of 2 values, each a whole number"),
         ({"final_epochs": 15}, "final_epochs=15: must be 0 to epochs=14"),
-        ({"class_weights": "rare"}, "class_weights='rare': must be one of equal, inverse_log"),
+        ({"class_weights": "rare"}, "class_weights='rare': must be one of equal, balanced, inverse_log"),
         ({"warmup": 1}, "warmup=1: must be a number of at least 0 and below 1"),
         ({"group": -3}, "group=-3: must be a whole number from 1"),
         ({"crop": 10**9}, "crop=1000000000: must be a whole number from 0 to 256"),
