@@ -40,7 +40,7 @@ class Curves:
             self.folder.mkdir(exist_ok=True)
             self.path = self.folder / f"events.out.tfevents.{time.time_ns() // 1000}.cnmm"
             version = _event(0, _field(3, _LENGTH, b"brain.Event:2"))
-            start = _event(result.epoch, _field(7, _LENGTH, _field(1, 0, _varint(1))))  # voids these epochs in old files
+            start = _event(result.epoch, _field(7, _LENGTH, _field(1, 0, _varint(1))))  # older files end here
             events = [version, start, *events]
         with named(self.path), self.path.open("ab") as file:
             file.write(b"".join(map(_record, events)))
