@@ -541,6 +541,7 @@ def test_a_run_without_held_out_images_says_so(capsys, run):
     about = json.loads((run / "config.json").read_text())
     about["train"]["val"] = 0
     (run / "config.json").write_text(json.dumps(about))
+    (run / "held_out.json").unlink()
     answer = ask(capsys, "frontier", run, "--points", 3, "--images", 50)
     assert {(point["split"], point["n"]) for point in answer["points"]} == {("test (chosen on test)", 50)}
 

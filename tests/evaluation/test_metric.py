@@ -109,16 +109,14 @@ def test_early_exit(model, data):
 
 
 def test_calibration_by_hand():
-    """Three images of one class and one of another: the first exit is right for the large class only."""
-    confidence = np.array([[0.9, 1], [0.8, 1], [0.7, 1], [0.6, 1]])
-    right = np.array([[1, 1], [1, 0], [1, 1], [0, 1]], bool)
-    weights = Classification().weights(torch.tensor([4, 4, 4, 7]), METRIC).numpy()
-    assert weights == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2])
+    """Three of four images are of one class, one of another: the first exit is right for the large class only."""
+    confidence = np.tile([[0.9, 1], [0.8, 1], [0.7, 1], [0.6, 1]], (50, 1))
+    right = np.tile(np.array([[1, 1], [1, 0], [1, 1], [0, 1]], bool), (50, 1))
+    weights = Classification().weights(torch.tensor([4, 4, 4, 7] * 50), METRIC).numpy()
+    assert weights[:4] == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2])
     rows = calibrate(confidence, right * weights[:, None], (1, 1))
     assert rows[0].quality == pytest.approx(1 / 2)  # (3/3 + 0/1) / 2
-    assert rows[-1].quality == pytest.approx(5 / 6)  # (2/3 + 1/1) / 2
-    best = max(rows, key=lambda row: row.quality)
-    assert best.quality == pytest.approx(1.0)  # only the last image goes on
-    assert best.average_macs == pytest.approx(5 / 4)
+    assert rows[-1].quality == pytest.approx(1.0)  # only the last of four goes on; to go on always is worse: 5/6
+    assert min(row.average_macs for row in rows if row.quality > 0.99) == pytest.approx(5 / 4)
     plain = calibrate(confidence, right, (1, 1))
-    assert (plain[0].quality, plain[-1].quality) == (0.75, 0.75)
+    assert (plain[0].quality, plain[-1].quality) == pytest.approx((0.75, 1.0))

@@ -46,7 +46,7 @@ def test_two_processes_compute_what_one_does():
 
 
 def test_two_processes_train_what_one_does_and_survive_the_death_of_one(tmp_path, fashion_folder):
-    """24 steps in float32: weights within 1e-2 norm-wise of one process's; a killed rank changes no bit."""
+    """24 steps in float32, Muon's products in bfloat16: weights within 2e-2 norm-wise of one process's; a killed rank changes no bit."""
     train = [*TRAIN, "--data", f"fashion:{fashion_folder}"]
     done = in_new_process(sys.executable, *train, "--out", tmp_path / "one", env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def test_two_processes_train_what_one_does_and_survive_the_death_of_one(tmp_path
     assert done.returncode == 0, done.stderr
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     difference = torch.stack([(one[key] - two[key]).norm() for key in one]).norm()
-    assert difference < 1e-2 * torch.stack([value.norm() for value in one.values()]).norm()
+    assert difference < 2e-2 * torch.stack([value.norm() for value in one.values()]).norm()
 
     process = subprocess.Popen(
         torchrun("--max-restarts", "1", *train, "--out", str(tmp_path / "killed")),
