@@ -46,7 +46,7 @@ def test_two_processes_compute_what_one_does():
 
 
 def test_two_processes_train_what_one_does_and_survive_the_death_of_one(tmp_path, fashion_folder):
-    """24 steps in float32, Muon's products in bfloat16: weights within 2e-2 norm-wise of one process's; a killed rank changes no bit."""
+    """24 steps: weights within 2e-2 norm-wise of one process's (Muon uses bfloat16); a killed rank changes no bit."""
     train = [*TRAIN, "--data", f"fashion:{fashion_folder}"]
     done = in_new_process(sys.executable, *train, "--out", tmp_path / "one", env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
