@@ -1,8 +1,9 @@
 """The whole story on real images, in about two minutes: `make demo`, or `python examples/demo.py`.
 
 It trains one small mixture on Fashion-MNIST images (the sample that comes with the package), measures its operating
-points, exports a ladder of them, and classifies images at three budgets and by confidence, without torch. Where demo/
-is there already, `python examples/demo.py light` does only the last of it: a light install is enough.
+points, exports a ladder of them, and classifies images at three budgets and by confidence, without torch. Then the same
+for scenes of garments whose pixels are labelled, with one strip drawn. Where demo/ is there already, `python
+examples/demo.py light` only classifies once more: a light install is enough.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from garments import SIZE, write_scenes  # beside this file
 from rich.console import Console
 from rich.table import Table
 
@@ -22,11 +25,14 @@ from cnmm.cli.training import TrainingBar
 from cnmm.cost import short_count
 from cnmm.data import fashion_sample
 from cnmm.draw import draw_lattice, save_picture
+from cnmm.runtime.drawing import compare_budgets
 
 FOLDER = Path("demo")
 MODEL = "cnmm_tiny"
 EPOCHS = 10
 BUDGETS = ("100%", "50%", "25%")
+SCENE_EPOCHS = 10
+SCENE_BUDGETS = ("75%", "90%", "100%")
 
 out = Console(highlight=False)
 
@@ -39,6 +45,8 @@ def main() -> None:
     trace(run)
     export(run)
     classify()
+    export_pixels(train_pixels())
+    label_pixels()
     show_next(time.perf_counter() - start)
 
 
@@ -96,11 +104,46 @@ def classify() -> None:
     out.print(table)
 
 
+def train_pixels() -> cnmm.Run:
+    """The same as `cnmm train --recipe street --data masks:demo/scenes --out demo/pixels` with the options below."""
+    progress("training cnmm_seg_tiny to label the pixels of made-up scenes: garments of the sample on coloured ground")
+    scenes = write_scenes(FOLDER / "scenes")
+    options = {"model": "cnmm_seg_tiny", "channels": 24, "recipe": "street", "epochs": SCENE_EPOCHS}
+    rates = {"lr": 0.01, "matrix_lr": 0.06}
+    steps = {"scene_crop": SIZE, "final_epochs": 0, "zoom": (1.0, 1.0), "colour": 0.0, "loss_stride": 1}
+    with TrainingBar() as bar:
+        how: dict[str, Any] = {**options, **rates, **steps, "on_step": bar.step, "on_epoch": bar.epoch}
+        return cnmm.train(f"masks:{scenes}", FOLDER / "pixels", **how)
+
+
+def export_pixels(run: cnmm.Run) -> None:
+    """The same as `cnmm frontier demo/pixels` and `cnmm export demo/pixels --ladder 4 -o demo/pixels_ladder`."""
+    with MeasuringBar() as bar:
+        run.measure(on_progress=bar.update)
+    run.export_ladder(FOLDER / "pixels_ladder", 4)
+
+
+def label_pixels() -> None:
+    """What `cnmm predict demo/pixels_ladder IMAGE --budgets 50%,75%,100% -o demo/strips` does."""
+    shutil.rmtree(FOLDER / "strips", ignore_errors=True)
+    image = FOLDER / "scenes" / "test" / "images" / "003.png"
+    (found,) = compare_budgets(FOLDER / "pixels_ladder", [image], SCENE_BUDGETS, FOLDER / "strips")
+    with cnmm.Session(FOLDER / "pixels_ladder") as session:
+        quality = {point.name: f"{point.quality:.1%}" for point in session.points}
+    table = Table(title="A scene labelled at three budgets")
+    for column in ("budget", "point", "macs", "mIoU, held out"):
+        table.add_column(column, justify="right" if column in ("macs", "mIoU, held out") else "left")
+    for budget, answer in zip(SCENE_BUDGETS, found.answers, strict=True):
+        table.add_row(budget, answer.point, short_count(round(answer.macs)), quality[answer.point])
+    out.print(table)
+
+
 def show_next(seconds: float) -> None:
     out.print(f"\nWrote in {seconds:.0f} s:")
     out.print("  demo/run/             the trained mixture and its frontier: look at frontier.svg")
     out.print("  demo/ladder/          what a device needs: pip install cnmm, no torch")
     out.print("  demo/full.svg cut.svg the lattice at full cost and at half of it")
+    out.print("  demo/strips/          one scene labelled at three budgets")
     out.print("\nNext:")
     out.print("  cnmm report demo/run                            one page about all of it")
     out.print("  cnmm choose demo/run --budget acc:0.75          the cheapest point that is good enough")

@@ -79,7 +79,7 @@ def train(
                 value, stop = agree(loss, should_stop())
                 check_finite(value, config, epoch, step)
                 take_step(model, optimizer, loss, config, part=part, norms=meter.gradients)
-                average.update(model)
+                average.update(model, done)
                 done += 1
                 on_step(meter.tick(epoch, step, steps, value, config.batch_size))
                 if step + 1 < steps and (stop or checkpoints.due):

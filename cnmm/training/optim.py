@@ -217,7 +217,10 @@ class GradientNorms:
 
 
 class Average:
-    """A moving average of the parameters; empty when it is not wanted."""
+    """A moving average of the parameters; empty when it is not wanted.
+
+    It looks back over about a tenth of the steps at most: a long memory would keep a short training's initial weights.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -226,9 +229,11 @@ class Average:
         )
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update(self, model: nn.Module, done: int) -> None:
+        """After step `done`, counted from 0."""
         if self.tensors:
-            torch._foreach_lerp_(list(self.tensors.values()), list(model.parameters()), 1 - self.decay)
+            decay = min(self.decay, (done + 1) / (done + 10))
+            torch._foreach_lerp_(list(self.tensors.values()), list(model.parameters()), 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:

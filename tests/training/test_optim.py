@@ -83,7 +83,19 @@ def test_averages_follow_the_parameters():
     start = model.stem.detach().clone()
     with torch.no_grad():
         model.stem.add_(1)
-    average.update(model)
+    average.update(model, 100)
     average.copy_to(model)
     assert torch.allclose(model.stem, start + 0.5, atol=1e-6)
     assert Average(model, 0.0).tensors == {}
+
+
+def test_an_average_of_a_short_training_forgets_where_it_began():
+    model = new_model()
+    average = Average(model, 0.998)
+    with torch.no_grad():
+        model.stem.add_(1)
+    for step in range(50):
+        average.update(model, step)
+    trained = model.stem.detach().clone()
+    average.copy_to(model)
+    assert torch.allclose(model.stem, trained, atol=1e-5)
