@@ -92,8 +92,7 @@ class TrainConfig:
     clip: float = 0.0
     """Largest norm of a step's gradient, but for what Muon moves; 0: no limit."""
     average: float = 0.0
-    """Weight of the past in a moving average of the parameters, which becomes the result; less in the first steps. 0: no
-    averaging."""
+    """Weight of the past in a moving average of the parameters, less at first; it becomes the result. 0: none."""
     statistics: Statistics = "re-estimated"
     """Batch statistics of the result: estimated anew by expectation, or the running averages of training (raw: the
     paper)."""
