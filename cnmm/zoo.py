@@ -156,6 +156,20 @@ def cnmm_b4s3_c32() -> MixtureConfig:
 
 
 @register_model
+def cnmm_grey() -> MixtureConfig:
+    """Small grey images: 4 blocks, 3 scales, 32 channels, stem stride 2, 28x28 images."""
+    return MixtureConfig(
+        name="cnmm_grey",
+        blocks=4,
+        channels=32,
+        in_chans=1,
+        stem_stride=2,
+        input_size=(28, 28),
+        gate_init="uniform",
+    )
+
+
+@register_model
 def cnmm_full8() -> MixtureConfig:
     """The full DAG of section 3: each of 8 maps feeds all later ones, 128 channels, stem stride 4, 32x32 images."""
     return MixtureConfig(name="cnmm_full8", blocks=8, scales=1, channels=128, stem_stride=4, gate_init="uniform")

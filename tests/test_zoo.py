@@ -13,6 +13,7 @@ def test_the_zoo():
         "cnmm_b5s4",
         "cnmm_b6s3",
         "cnmm_full8",
+        "cnmm_grey",
         "cnmm_seg_b5s5",
         "cnmm_seg_tiny",
         "cnmm_tiny",
