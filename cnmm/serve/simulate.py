@@ -15,14 +15,11 @@ from cnmm._errors import UserError
 from cnmm.runtime.latency import RuntimeName
 from cnmm.serve.arrivals import arrival_times
 from cnmm.serve.chart import check_chart, draw_trial
-from cnmm.serve.controller import Controller, Job, Ticket
+from cnmm.serve.controller import STAGE_MARGIN, Controller, Job, Ticket
 from cnmm.serve.menu import Floats, Menu, Row, read_menu
 from cnmm.serve.oracle import oracle_quality
 from cnmm.serve.policy import Policy, parse_policy
 from cnmm.serve.trial import Trial
-
-STAGE_MARGIN = 1.1
-"""The 95th percentile of a stage's time over its median."""
 
 
 @dataclass(frozen=True, kw_only=True)
