@@ -10,14 +10,14 @@ import sys
 import threading
 from urllib.parse import urlsplit
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, RUN_CLI
 
 
 class Server:
     """A `cnmm serve` that has said its address."""
 
-    def __init__(self, ladder, *flags):
-        command = [sys.executable, "-m", "cnmm", "serve", ladder, "--port", 0, *flags]
+    def __init__(self, ladder, *flags, patch=""):
+        command = [sys.executable, "-c", f"{patch}\n{RUN_CLI}", "serve", ladder, "--port", 0, *flags]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True)
         self.said = []
@@ -56,8 +56,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(ladder, *flags):
-    server = Server(ladder, *flags)
+def served(ladder, *flags, patch=""):
+    """`patch` is code that runs first, to make limits short enough for a test."""
+    server = Server(ladder, *flags, patch=patch)
     try:
         yield server
     finally:
