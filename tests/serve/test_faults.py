@@ -1,4 +1,4 @@
-"""What must not happen to a server, done to it: nothing that was admitted is lost or answered twice, and it stays up."""
+"""What must not happen to a server, done to it: nothing admitted is lost or answered twice, and it stays up."""
 
 import contextlib
 import gzip
