@@ -63,7 +63,7 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
             await engine.start()
-        except UserError as error:
+        except Exception as error:  # servers only say that there was one
             app.state.failure = error
             raise
         yield

@@ -63,10 +63,11 @@ def serve(
         place = listener.getsockname()
         url = f"http://{f'[{place[0]}]' if ':' in place[0] else place[0]}:{place[1]}"
         server = _Server(app, drain_s, lambda: on_ready(url, app.state.engine))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(server.serve(sockets=[listener]))
-        if app.state.failure is not None:
-            raise app.state.failure
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(server.serve(sockets=[listener]))
+        except SystemExit:  # how uvicorn ends when the workers cannot start
+            raise app.state.failure from None
         if server.force_exit:
             raise KeyboardInterrupt
         return {"url": url, "requests": dict(app.state.engine.metrics.outcomes)}

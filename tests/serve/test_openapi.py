@@ -32,6 +32,7 @@ def test_a_fuzzer_finds_no_5xx(server):
         warnings.simplefilter("ignore")
         import schemathesis
         from hypothesis import HealthCheck, Phase, given, settings
+        from hypothesis import strategies as st
 
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     seen = set()
@@ -41,13 +42,13 @@ def test_a_fuzzer_finds_no_5xx(server):
             continue
 
         @settings(
-            max_examples=25,
+            max_examples=30,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate],
         )
-        @given(case=operation.as_strategy())
+        @given(case=st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode)))
         def ask(case):
             response = case.call(timeout=30)
             seen.add(response.status_code)
