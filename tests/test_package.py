@@ -109,6 +109,7 @@ VERBS = {
         *("runtime.drawing.draw_labels", "runtime.drawing.compare_budgets"),
     ],
     "report": ["Run", "Run.report"],
+    "serve": ["serve.listen.serve"],
     "simulate": ["serve.simulate.simulate"],
 }
 """What does the work of each verb, as a name inside cnmm."""
@@ -134,7 +135,7 @@ def test_every_verb_can_be_called_from_python():
 
 
 @pytest.mark.parametrize(
-    "verb", ["evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report", "simulate"]
+    "verb", ["evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report", "serve", "simulate"]
 )
 def test_every_flag_is_a_parameter(verb):
     """What a verb can be told, its functions can be told."""

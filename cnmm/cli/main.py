@@ -26,7 +26,7 @@ from cnmm.cli.evaluating import Evaluate
 from cnmm.cli.exporting import Export, Report, Slim
 from cnmm.cli.models import Draw, Info, Models
 from cnmm.cli.running import Bench, Predict
-from cnmm.cli.serving import Simulate
+from cnmm.cli.serving import Serve, Simulate
 from cnmm.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
 from cnmm.cli.terminal import Verb, one_line, say
 from cnmm.cli.training import Train
@@ -56,6 +56,7 @@ VERBS: dict[str, Callable[..., Verb]] = {
     "bench": Bench,
     "predict": Predict,
     "report": Report,
+    "serve": Serve,
     "simulate": Simulate,
 }
 

@@ -1,20 +1,90 @@
-"""The verbs that serve a ladder under load: `simulate`. They need no torch, unless they are given a run folder."""
+"""The verbs that serve a ladder under load: `serve`, `simulate`. They need no torch, unless given a run folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from cnmm._errors import UserError
+from cnmm.cli.running import Source, ladder_of
 from cnmm.cli.terminal import NO_HINT, Common, percent, print_table, say
 from cnmm.frontier import metric_words
+from cnmm.pretrained import resolve
 from cnmm.runtime.latency import RuntimeName
+
+if TYPE_CHECKING:
+    from cnmm.serve.engine import Engine
 
 LadderFolder = Annotated[Positional[Path], arg(metavar="LADDER", help_behavior_hint="")]
 Arrivals = Annotated[str, arg(metavar="KIND", help_behavior_hint="(default: poisson)")]
 TargetMs = Annotated[float, arg(metavar="MS", help_behavior_hint="(default: 60)")]
+PolicyName = Annotated[str, arg(metavar="NAME", help_behavior_hint="(default: adaptive)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a ladder over HTTP: quality bends before latency breaks."""
+
+    source: Source
+    """A ladder folder, a trained model such as fashion, or a run folder where torch is installed."""
+    target_ms: TargetMs = 60.0
+    """Latency that requests are promised."""
+    runtime: Annotated[RuntimeName | None, arg(help_behavior_hint="(default: the fastest that was measured)")] = None
+    """Inference engine."""
+    cores: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all usable cores)")] = None
+    """Workers, of one core each."""
+    host: Annotated[str, arg(metavar="ADDRESS", help_behavior_hint="(default: 127.0.0.1, this machine only)")] = (
+        "127.0.0.1"
+    )
+    """Address to listen at; 0.0.0.0 is every network."""
+    port: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 8080)")] = 8080
+    """Port to listen at; 0 takes any that is free."""
+    policy: PolicyName = "adaptive"
+    """adaptive, slackfit (spends the slack of the earliest deadline), or fixed:POINT."""
+    drain_s: Annotated[float, arg(metavar="S", help_behavior_hint="(default: 5)")] = 5.0
+    """After SIGTERM, go on serving for so long, while the server already says that it is not ready."""
+    common: Common = Common()
+
+    def answer(self) -> dict[str, Any]:
+        try:
+            from cnmm.serve.listen import serve
+        except ModuleNotFoundError as error:
+            raise UserError(f'serving needs {error.name}; install it with: pip install "cnmm[serve]"') from None
+        with ladder_of(self.source) as folder:
+            return serve(
+                folder,
+                target_ms=self.target_ms,
+                runtime=self.runtime,
+                cores=self.cores,
+                host=self.host,
+                port=self.port,
+                policy=self.policy,
+                drain_s=self.drain_s,
+                latency=resolve(self.source, ladder=True),
+                on_ready=say_ready,
+            )
+
+    def show(self, answer: dict[str, Any]) -> None:
+        counts = ", ".join(f"{count:,} {outcome}" for outcome, count in answer["requests"].items())
+        say(f"requests: {counts or 'none'}")
+
+
+def say_ready(url: str, engine: Engine) -> None:
+    """Where to click, what to type, and what to expect."""
+    menu, holds = engine.menu, engine.holds()
+    words = [
+        f"{url} serves {menu.model}, target {engine.target_ms:g} ms, cores {engine.cores}, "
+        f"{engine.served.timed.runtime}; Ctrl-C ends it",
+        f"try: curl --data-binary @cat.jpg {url}/predict",
+    ]
+    for name, row in (("best", menu.best), ("cheapest", menu.cheapest)):
+        quality = f"{metric_words(menu.metric)} {percent(row.quality)} %"
+        words.append(f"holds about {holds[name]:,.0f} images/s at its {name} ({quality}, {row.ms:.3g} ms per image)")
+    for line in words:
+        say(line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +99,7 @@ class Simulate:
     """Mean load; of a step, ramp or burst, the highest."""
     target_ms: TargetMs = 60.0
     """Latency that requests are promised."""
-    policy: Annotated[str, arg(metavar="NAME", help_behavior_hint="(default: adaptive)")] = "adaptive"
+    policy: PolicyName = "adaptive"
     """adaptive, slackfit (spends the slack of the earliest deadline), or fixed:POINT."""
     cores: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 1)")] = 1
     """Workers, of one core each."""

@@ -6,6 +6,7 @@ fits, and cropped at the centre. Of several frames the first is read; colour pro
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,10 +78,20 @@ class FileSplit:
 def decode_image(path: Path, size: tuple[int, int] | None, *, fix: str = _FIX) -> Images:
     """One file as RGB, scaled and cropped to `size` (None: its own): [H, W, 3]. `fix`: what to do about a bad file."""
     with opened(path, fix) as image:
-        if size is not None:
-            # A JPEG is decoded at a fraction of its size, where that leaves twice the pixels needed; others are not.
-            image.draft(None, (2 * max(size), 2 * max(size)))
-        return fit_image(image, size)
+        return _decoded(image, size)
+
+
+def decode_bytes(data: bytes, size: tuple[int, int] | None, *, most_pixels: int) -> Images:
+    """The same of a file's content."""
+    with opened_bytes(data, most_pixels) as image:
+        return _decoded(image, size)
+
+
+def _decoded(image: Image.Image, size: tuple[int, int] | None) -> Images:
+    if size is not None:
+        # A JPEG is decoded at a fraction of its size, where that leaves twice the pixels needed; others are not.
+        image.draft(None, (2 * max(size), 2 * max(size)))
+    return fit_image(image, size)
 
 
 def fit_image(image: Image.Image, size: tuple[int, int] | None) -> Images:
@@ -117,8 +128,13 @@ def shrunk_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
 def image_size(path: Path) -> tuple[int, int]:
     """Height and width of an image as it is shown, from the file's header."""
     with opened(path) as image:
-        turned = image.getexif().get(_ORIENTATION, 1) >= 5
-        return (image.width, image.height) if turned else (image.height, image.width)
+        return shown_size(image)
+
+
+def shown_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width of an image as its EXIF orientation turns it."""
+    turned = image.getexif().get(_ORIENTATION, 1) >= 5
+    return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def shorter_side(path: Path) -> int:
@@ -181,10 +197,21 @@ def opened(path: Path, fix: str = _FIX, *, what: str = "an image") -> Iterator[I
     """The image with its header read; whatever goes wrong inside becomes one line that names the file."""
     try:
         with open_regular(path, MOST_IMAGE) as file, Image.open(file, formats=_formats()) as image:
-            _refuse_bomb(image)
+            _refuse_bomb(image, Image.MAX_IMAGE_PIXELS)
             yield image
     except Exception as error:  # a damaged file makes Pillow raise nearly anything: OSError, SyntaxError, struct.error
         raise UserError(f"{path}: cannot be read as {what} ({_reason(error)}); {fix}") from None
+
+
+@contextmanager
+def opened_bytes(data: bytes, most_pixels: int) -> Iterator[Image.Image]:
+    """The same of a file's content, which came from somewhere else and has no name."""
+    try:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            _refuse_bomb(image, most_pixels)
+            yield image
+    except Exception as error:
+        raise UserError(f"{len(data):,} bytes cannot be read as an image ({_reason(error)})") from None
 
 
 @cache
@@ -194,9 +221,9 @@ def _formats() -> tuple[str, ...]:
     return tuple(name for name in _SUFFIXES if name in Image.OPEN)
 
 
-def _refuse_bomb(image: Image.Image) -> None:
+def _refuse_bomb(image: Image.Image, limit: int | None) -> None:
     """Pillow itself only warns above its limit, and refuses above twice the limit."""
-    limit, (width, height) = Image.MAX_IMAGE_PIXELS, image.size
+    width, height = image.size
     if limit is not None and width * height > limit:
         raise UserError(f"{width}x{height} pixels, more than the {limit:,} that are safe to decode")
 

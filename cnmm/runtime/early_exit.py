@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -15,6 +15,15 @@ from cnmm.cascade import Cascade
 from cnmm.runtime.answers import Answers
 from cnmm.runtime.engines import Chain, Images, Indices
 
+MayBegin = Callable[[int, int, float], bool]
+"""May a stage, counted from 0, begin with so many images? The third is the part of all images of the call that has
+answers when those that are together now have them."""
+
+
+def always(stage: int, num: int, part: float) -> bool:
+    """Every stage may begin."""
+    return True
+
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeRunner:
@@ -25,18 +34,25 @@ class CascadeRunner:
     p95_ms: tuple[float, ...]
     """Time of each stage, one image."""
 
-    def leave_early(self, rows: Indices, images: Images, confidence: Sequence[float], answers: Answers) -> None:
+    def leave_early(
+        self,
+        rows: Indices,
+        images: Images,
+        confidence: Sequence[float],
+        answers: Answers,
+        may_begin: MayBegin = always,
+    ) -> None:
         """Runs the stages; who has the confidence that an exit asks for leaves, and the rest of the batch closes ranks.
 
         `rows` are the images' places among the answers.
         """
-        last = self.cascade.exits[-1]
+        last, part = self.cascade.exits[-1], (int(rows[-1]) + 1) / len(answers.exits)
         with closing(self.chain.walk(images)) as walk:
             found = next(walk)
-            for exit, needed in zip(self.cascade.exits, (*confidence, 0.0), strict=True):
+            for stage, (exit, needed) in enumerate(zip(self.cascade.exits, (*confidence, 0.0), strict=True), start=1):
                 sure = answers.confidence(found)
                 gone = sure >= needed
-                if exit == last or gone.all():
+                if exit == last or gone.all() or not may_begin(stage, int((~gone).sum()), part):
                     answers.take(rows, found, exit, sure)
                     break
                 keep = None

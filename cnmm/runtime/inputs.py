@@ -17,10 +17,20 @@ from PIL import Image
 from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.data.dataset import Images
-from cnmm.data.images import IMAGE_SUFFIXES, decode_image, fit_image, in_threads
+from cnmm.data.images import (
+    IMAGE_SUFFIXES,
+    decode_bytes,
+    decode_image,
+    fit_image,
+    in_threads,
+    opened_bytes,
+    shown_size,
+)
 
 OneImage = str | os.PathLike[str] | Image.Image
 _FIX = "give another file"
+MOST_SENT_PIXELS = 2**25
+"""Of an image that somebody sends: 100 MB as RGB."""
 
 
 def image_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
@@ -106,9 +116,18 @@ def _check_array(images: npt.NDArray[Any], shape: tuple[object, ...], fits: bool
     return batch
 
 
+def read_sent(data: bytes, size: tuple[int, int] | None, channels: int) -> Images:
+    """The content of an image file that somebody sent, as uint8 [H, W, C]; `size` None keeps its own."""
+    return _as_channels(decode_bytes(data, size, most_pixels=MOST_SENT_PIXELS), channels)
+
+
+def sent_size(data: bytes) -> tuple[str, tuple[int, int]]:
+    """Format, height and width of such an image, from its first bytes: nothing is decoded."""
+    with opened_bytes(data, MOST_SENT_PIXELS) as image:
+        return str(image.format), shown_size(image)
+
+
 def _one_image(image: Any, size: tuple[int, int] | None, channels: int) -> Images:
-    if channels not in (1, 3):
-        raise UserError(f"images of {channels} channels cannot be read from files; give arrays")
     if isinstance(image, Image.Image):
         try:
             colours = fit_image(image, size)
@@ -118,4 +137,10 @@ def _one_image(image: Any, size: tuple[int, int] | None, channels: int) -> Image
         colours = decode_image(Path(image), size, fix=_FIX)
     else:
         raise UserError(f"an image is a path or a Pillow image, or all are one uint8 array, not {type(image).__name__}")
+    return _as_channels(colours, channels)
+
+
+def _as_channels(colours: Images, channels: int) -> Images:
+    if channels not in (1, 3):
+        raise UserError(f"images of {channels} channels cannot be read from files; give arrays")
     return colours if channels == 3 else np.asarray(Image.fromarray(colours).convert("L"))[..., np.newaxis]

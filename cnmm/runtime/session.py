@@ -28,7 +28,7 @@ from cnmm.cascade import Cascade
 from cnmm.frontier import FrontierPoint
 from cnmm.ladder import Ladder, NetworkFile, read_ladder
 from cnmm.runtime.answers import Answers, ClassAnswers, Finishing, PixelAnswers, Prediction
-from cnmm.runtime.early_exit import CascadeRunner, check_confidence, check_deadline, time_stages
+from cnmm.runtime.early_exit import CascadeRunner, MayBegin, always, check_confidence, check_deadline, time_stages
 from cnmm.runtime.engines import Chain, Images, Walk, check_threads, open_runtime
 from cnmm.runtime.inputs import OneImage, check_array, to_batch, to_pictures
 from cnmm.runtime.latency import RuntimeName, p95, percentile
@@ -88,8 +88,8 @@ class Session:
             times = time_stages(chain, np.zeros((1, *shape), np.uint8), len(ladder.stages), repeats=STAGE_REPEATS)
             p95_ms = tuple(percentile(stage, 95) for stage in times)
             self._runner = CascadeRunner(cascade=ladder.cascade, chain=chain, p95_ms=p95_ms)
-        if ladder.task == "segmentation":
-            self._finishing = Finishing.measured(len(self.classes), self.input_size)
+        segments = ladder.task == "segmentation"
+        self._finishing = Finishing.measured(len(self.classes), self.input_size) if segments else None
 
     def _measured_p95(self) -> tuple[Mapping[str, float], str]:
         try:
@@ -138,6 +138,11 @@ class Session:
     def stage_p95_ms(self) -> tuple[float, ...]:
         """How long each stage took at the start, one image, 95th percentile; empty without a cascade."""
         return self._runner.p95_ms if self._runner else ()
+
+    @property
+    def finishing(self) -> Finishing | None:
+        """Of segmentation: how long label maps take beside the networks, measured at the start."""
+        return self._finishing
 
     def walk(self, images: Images) -> Walk:
         """The cascade stage by stage, for callers that decide themselves what goes on: at most `chunk` images.
@@ -201,10 +206,28 @@ class Session:
                 answers.take(rows, found, point.exit, answers.confidence(found))
         return answers.prediction(point=point.name, macs=point.macs * float(answers.work.mean()), start=start)
 
-    def _leave_early(self, answers: Answers, confidence: Sequence[float], start: float) -> Prediction:
+    def leave_early(
+        self,
+        images: Images | OneImage | Sequence[OneImage],
+        confidence: Sequence[float],
+        may_begin: MayBegin = always,
+    ) -> Prediction:
+        """Like `predict`, for schedulers: `confidence` is what each exit of the cascade but the last asks for.
+
+        Images that are not sure enough leave all the same before a stage that may not begin.
+        """
+        start = time.perf_counter()
+        exits = len(self._loaded_runner().cascade.exits)
+        if len(confidence) != exits - 1:
+            raise UserError(f"confidence of {len(confidence)} exits: must be of {exits - 1}, all but the last")
+        return self._leave_early(self._answers(images), confidence, start, may_begin)
+
+    def _leave_early(
+        self, answers: Answers, confidence: Sequence[float], start: float, may_begin: MayBegin = always
+    ) -> Prediction:
         runner = self._loaded_runner()
         for rows, images in answers.passes():
-            runner.leave_early(rows, images, confidence, answers)
+            runner.leave_early(rows, images, confidence, answers, may_begin)
         return answers.prediction(point=runner.cascade.point, macs=runner.spent(answers), start=start)
 
     def _keep_deadline(self, runner: CascadeRunner, images: Any, deadline_ms: float, start: float) -> Prediction:
@@ -251,7 +274,7 @@ class Session:
 
     def _answers(self, images: Any) -> Answers:
         """Where answers for these images go."""
-        if self.task == "segmentation":
+        if self._finishing is not None:
             return PixelAnswers(
                 to_pictures(images, self.channels),
                 self.classes,

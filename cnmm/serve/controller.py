@@ -25,6 +25,8 @@ WANTED_LOSS = 0.005
 """`wanted_cores` is what the cheapest row needs whose quality is at most this below the best."""
 WANTED_USE = 0.95
 """And the part of these cores that it may take."""
+STAGE_MARGIN = 1.1
+"""The 95th percentile of a stage's time over its median: what is set aside before a stage begins."""
 MOST_WAITING = 10_000
 """Requests in the queue, whatever their deadlines."""
 

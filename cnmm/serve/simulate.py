@@ -15,14 +15,11 @@ from cnmm._errors import UserError
 from cnmm.runtime.latency import RuntimeName
 from cnmm.serve.arrivals import arrival_times
 from cnmm.serve.chart import check_chart, draw_trial
-from cnmm.serve.controller import Controller, Job, Ticket
+from cnmm.serve.controller import STAGE_MARGIN, Controller, Job, Ticket
 from cnmm.serve.menu import Floats, Menu, Row, read_menu
 from cnmm.serve.oracle import oracle_quality
 from cnmm.serve.policy import Policy, parse_policy
 from cnmm.serve.trial import Trial
-
-STAGE_MARGIN = 1.1
-"""The 95th percentile of a stage's time over its median."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +151,19 @@ class _Service:
             return _Served(ms=expected * factor, expected_ms=expected, quality=row.quality)
         exits = np.searchsorted(self._left[id(row)], self._hardness[number]).clip(max=len(self._passed) - 1)
         expected = float(self._passed[exits].sum())
-        if now + expected * factor <= job.until:
+        if now + expected * max(factor, STAGE_MARGIN * self._world.slowdown) <= job.until:
             return _Served(ms=expected * factor, expected_ms=expected, quality=row.quality)
-        return self._cut_short(row, exits, factor, job.until - now)
+        return self._stages(row, exits, factor, job.until - now)
 
-    def _cut_short(self, row: Row, exits: npt.NDArray[np.intp], factor: float, left: float) -> _Served:
-        """Stages go on only while the next one will be over in time; the first always runs."""
+    def _stages(self, row: Row, exits: npt.NDArray[np.intp], factor: float, left: float) -> _Served:
+        """Stages go on only while the next one will be over in time, as workers do it; the first always runs."""
         spent = 0.0
         for stage, ms in enumerate(self._menu.stage_ms):
             expected = ms * int((exits >= stage).sum())
-            if stage and spent * factor + STAGE_MARGIN * self._world.slowdown * expected > left:
+            if stage and expected and spent * factor + STAGE_MARGIN * self._world.slowdown * expected > left:
                 break
             spent += expected
+        else:
+            return _Served(ms=spent * factor, expected_ms=spent, quality=row.quality)
         quality = np.interp(spent / len(exits), self._menu.ms, self._menu.quality)
         return _Served(ms=spent * factor, expected_ms=spent, quality=min(row.quality, float(quality)))

@@ -14,7 +14,7 @@ from cnmm.cli import main as cli
 from cnmm.run_folder import save
 from tests.helpers import RUN_CLI, ask, complaint, in_new_process, python
 
-HEAVY = ("torch", "numpy", "matplotlib", "onnxruntime", "openvino", "safetensors", "PIL")
+HEAVY = ("torch", "numpy", "matplotlib", "onnxruntime", "openvino", "safetensors", "PIL", "starlette", "uvicorn")
 
 VARIANT = {"--blocks", "--scales", "--channels", "--stem-stride", "--exits", "--mixing", "--gate-init"}
 OPTIONS = {
@@ -63,6 +63,9 @@ OPTIONS = {
     "predict": {
         *("--budget", "--point", "--confidence", "--average-macs", "--deadline-ms", "--runtime", "--threads", "--top"),
         *("-o", "--out", "--budgets", "--json", "--debug"),
+    },
+    "serve": {
+        *("--target-ms", "--runtime", "--cores", "--host", "--port", "--policy", "--drain-s", "--json", "--debug"),
     },
     "simulate": {
         *("--arrivals", "--load", "--target-ms", "--policy", "--cores", "--images", "--requests", "--runtime"),
