@@ -145,8 +145,10 @@ class _Handlers:
             get |= {prefix: self.metadata, f"{prefix}/ready": self.model_ready, f"{prefix}/config": self.config}
             get |= {f"{prefix}/stats": self.stats}
             post |= {f"{prefix}/infer": self.infer}
-        made = [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
-        return made + [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
+        made = [
+            Route(path, endpoint, methods=["POST"]) for path, endpoint in reversed(post.items())
+        ]  # the busiest first
+        return made + [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
 
     # For people
 
