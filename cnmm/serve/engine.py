@@ -123,6 +123,7 @@ class Engine:
             "folder": str(self.served.ladder.folder.resolve()),
             "runtime": self.served.timed.runtime,
             "stage_ms": self.menu.stage_ms,
+            "checksum": self.served.checksum,
         }
         self._pool = Pool(self.cores, settings, on_reply=self._replied, on_lost=self._lost, on_ready=self._joined)
         self._absent_since = dict.fromkeys(range(self.cores), began)
@@ -162,7 +163,7 @@ class Engine:
     # Requests
 
     def take(self, size: int) -> None:
-        """Sets memory aside for a request before it is read, or refuses it."""
+        """Counts memory of a request, or refuses it."""
         if self.bytes + size > MOST_BYTES:
             self._shed("memory")
         self.bytes += size
