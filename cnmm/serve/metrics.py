@@ -60,10 +60,12 @@ class Metrics:
         self.all = _Sums()
         self.last: dict[str, Any] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=MOST_RECENT)
-        self._arrived: deque[float] = deque(maxlen=100_000)
+        self._arrived: deque[float] = deque()
 
     def arrived(self, now: float) -> None:
         self._arrived.append(now)
+        while self._arrived[0] < now - RATE_MS:
+            self._arrived.popleft()
 
     def rate(self, now: float) -> float:
         """Requests per second, lately."""

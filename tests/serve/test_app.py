@@ -19,7 +19,7 @@ from cnmm.serve import pool as pool_module
 from cnmm.serve import served as served_module
 from cnmm.serve.app import create_app
 from cnmm.serve.page import read_page
-from tests.helpers import complaint, made_up_ladder, refused, trained
+from tests.helpers import RUN_CLI, complaint, made_up_ladder, python, refused, trained
 from tests.serve.servers import served
 
 SIZE = (24, 32)
@@ -246,6 +246,24 @@ def test_a_ladder_that_is_replaced_meanwhile_is_not_mixed_in(timed_ladder, photo
     second, left, status = asyncio.run(story())
     assert left == [second]
     assert status == 200
+
+
+def test_the_server_needs_no_torch_and_says_what_it_needs(timed_ladder):
+    code = "import cnmm.serve.listen, cnmm.serve.worker"
+    assert python(code, missing=("torch", "onnx", "matplotlib", "safetensors", "openvino")).returncode == 0
+    done = python(RUN_CLI, "serve", timed_ladder, missing=("starlette",))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert 'pip install "cnmm[serve]"' in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_served_as_a_ladder(own_run, photo):
+    with served(own_run, "--cores", 1, "--runtime", "onnx") as server:
+        assert httpx.post(f"{server.url}/predict", content=photo.read_bytes()).json()["top"]
+        status, said = server.end(signal.SIGINT)
+    assert status == 0
+    assert "measuring it now" in said
+    assert (own_run / "latency.json").is_file()
 
 
 def test_a_port_in_use_is_one_line(timed_ladder, capsys):
