@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,8 +36,6 @@ from cnmm.serve.served import KINDS
 EVENTS_S = 0.25
 MOST_LISTENERS = 100
 """Of events, at once."""
-UNREAD = (408, 413, 415, 503)
-"""Refusals after which a connection is closed: the rest of the body may still be on its way."""
 EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "model_repository", "statistics"]
 DEFAULT_TOP = 5
 
@@ -93,7 +92,7 @@ def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     body: dict[str, Any] = {"error": error.message}
-    headers = {"connection": "close"} if error.status in UNREAD else {}
+    headers = {"connection": "close"} if error.unread else {}
     if error.retry_after_ms is not None:
         body["retry_after_ms"] = error.retry_after_ms
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1e3))
@@ -111,6 +110,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
+    traceback.print_exception(error)
     return reply({"error": "internal error"}, 500)
 
 
@@ -145,8 +145,10 @@ class _Handlers:
             get |= {prefix: self.metadata, f"{prefix}/ready": self.model_ready, f"{prefix}/config": self.config}
             get |= {f"{prefix}/stats": self.stats}
             post |= {f"{prefix}/infer": self.infer}
-        made = [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
-        return made + [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
+        made = [
+            Route(path, endpoint, methods=["POST"]) for path, endpoint in reversed(post.items())
+        ]  # the busiest first
+        return made + [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
 
     # For people
 

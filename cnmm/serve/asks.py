@@ -30,9 +30,11 @@ Data = bytes | memoryview
 class Refusal(Exception):
     """A request that is not answered: a status of HTTP, one line, and more for the body."""
 
-    def __init__(self, status: int, message: str, *, retry_after_ms: float | None = None) -> None:
+    def __init__(self, status: int, message: str, *, retry_after_ms: float | None = None, unread: bool = False) -> None:
         super().__init__(message)
         self.status, self.message, self.retry_after_ms = status, message, retry_after_ms
+        self.unread = unread
+        """Is the rest of the request perhaps still on its way? Then the connection is of no more use."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from cnmm._errors import UserError
 from cnmm.serve.asks import MOST_BODY, Refusal
 from cnmm.serve.engine import Engine
 
-BODY_S = 20.0
+BODY_S = 30.0
 """Within which a whole body must have come."""
 PIECE = 2**20
 """Bytes that are unpacked at a time."""
@@ -31,13 +31,17 @@ ENCODINGS = ("gzip", "deflate", "identity")
 
 @asynccontextmanager
 async def body_of(request: Request, engine: Engine) -> AsyncIterator[bytes]:
-    """The body of a request, unpacked; its memory is set aside from before it is read until the block ends."""
+    """The body of a request, unpacked; the memory that it takes is counted until the block ends."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ENCODINGS:
-        raise Refusal(415, f"content encoding {encoding!r}: must be one of {', '.join(ENCODINGS)}")
+        raise Refusal(415, f"content encoding {encoding!r:.80}: must be one of {', '.join(ENCODINGS)}", unread=True)
     taken = [0]
     try:
-        data = await _read(request, engine, taken)
+        try:
+            data = await _read(request, engine, taken)
+        except Refusal as error:
+            error.unread = True
+            raise
         if encoding != "identity":
             async with engine.unpacking:
                 unpack = asyncio.to_thread(unpacked, data, encoding) if len(data) > IN_LOOP else None
@@ -54,22 +58,17 @@ def _take(engine: Engine, taken: list[int], size: int) -> None:
 
 
 async def _read(request: Request, engine: Engine, taken: list[int]) -> bytes:
-    declared = request.headers.get("content-length")
-    if declared is not None:
-        length = int(declared) if declared.isdecimal() and len(declared) < 20 else MOST_BODY + 1
-        if length > MOST_BODY:
-            raise _too_large()
-        _take(engine, taken, length)
+    """Memory is set aside for what has come, not for what was promised: promises cost nothing."""
+    declared = request.headers.get("content-length", "0")
+    if not (declared.isdecimal() and len(declared) < 20 and int(declared) <= MOST_BODY):
+        raise _too_large()
     parts: list[bytes] = []
-    size = 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
-                size += len(part)
-                if size > MOST_BODY:
+                if taken[0] + len(part) > MOST_BODY:
                     raise _too_large()
-                if size > taken[0]:
-                    _take(engine, taken, len(part))
+                _take(engine, taken, len(part))
                 parts.append(part)
     except TimeoutError:
         raise Refusal(408, f"the request did not come within {BODY_S:g} s") from None

@@ -264,16 +264,20 @@ class _Window:
         self._images, self._work = 0, 0.0
 
     def add(self, now: float, images: int, work: float) -> None:
+        self._forget(now)
         self._recent.append((now, images, work))
         self._images += images
         self._work += work
 
     def rates(self, now: float, age: float) -> tuple[float, float]:
+        self._forget(now)
+        length = min(self._length, age)
+        return self._images / length, self._work / length
+
+    def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] <= now - self._length:
             _, images, work = self._recent.popleft()
             self._images -= images
             self._work -= work
         if not self._recent:
             self._work = 0.0  # and so no rounding stays
-        length = min(self._length, age)
-        return self._images / length, self._work / length

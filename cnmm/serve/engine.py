@@ -7,6 +7,7 @@ that one dies, by another. Times are in milliseconds of the monotonic clock.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import Counter
@@ -47,6 +48,8 @@ WEIGHT = 0.1
 TICK_S = 0.25
 HUNG_MS, HUNG_TIMES = 10_000.0, 20.0
 """A worker that takes longer than both is killed."""
+CLOSE_S = 60.0
+"""That admitted requests have to finish when the server closes, should no worker be left to answer them."""
 DEAD_MS = 30_000.0
 """Without any worker for so long, the server says that it is not alive."""
 
@@ -123,6 +126,7 @@ class Engine:
             "folder": str(self.served.ladder.folder.resolve()),
             "runtime": self.served.timed.runtime,
             "stage_ms": self.menu.stage_ms,
+            "checksum": self.served.checksum,
         }
         self._pool = Pool(self.cores, settings, on_reply=self._replied, on_lost=self._lost, on_ready=self._joined)
         self._absent_since = dict.fromkeys(range(self.cores), began)
@@ -138,9 +142,11 @@ class Engine:
     async def close(self) -> None:
         """Refuses new requests, lets admitted ones finish, and ends the workers."""
         self.draining = self.closed = True
-        while self._waiting:
-            self._idle.clear()
-            await self._idle.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._waiting:
+                    self._idle.clear()
+                    await self._idle.wait()
         if self._ticking:
             self._ticking.cancel()
         if self._pool:
@@ -162,7 +168,7 @@ class Engine:
     # Requests
 
     def take(self, size: int) -> None:
-        """Sets memory aside for a request before it is read, or refuses it."""
+        """Counts memory of a request, or refuses it."""
         if self.bytes + size > MOST_BYTES:
             self._shed("memory")
         self.bytes += size

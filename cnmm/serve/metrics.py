@@ -54,15 +54,18 @@ class Metrics:
         self._request_s, self._queue_s, self._compute_s = times["request"], times["queue"], times["compute"]
         for name, words in _GAUGES.items():
             prometheus.Gauge(f"cnmm_{name}", words, **made).set_function(getattr(gauges, name))
+        self._children: dict[tuple[object, ...], prometheus.Counter] = {}
         self.outcomes: Counter[str] = Counter()
         self.points: dict[str, _Sums] = {}
         self.all = _Sums()
         self.last: dict[str, Any] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=MOST_RECENT)
-        self._arrived: deque[float] = deque(maxlen=100_000)
+        self._arrived: deque[float] = deque()
 
     def arrived(self, now: float) -> None:
         self._arrived.append(now)
+        while self._arrived[0] < now - RATE_MS:
+            self._arrived.popleft()
 
     def rate(self, now: float) -> float:
         """Requests per second, lately."""
@@ -73,16 +76,23 @@ class Metrics:
     def answered(self, now: float, answer: Answer, *, late: bool) -> None:
         outcome = "late" if late else "answered"
         self.outcomes[outcome] += 1
-        self._requests.labels(outcome, answer.point).inc()
+        self._child(self._requests, outcome, answer.point).inc()
         self._request_s.observe(answer.time_ms / 1e3)
         self._queue_s.observe(answer.queue_ms / 1e3)
         self._compute_s.observe(answer.compute_ms / 1e3)
         for exit, num in Counter(answer.exits).items():
-            self._exit.labels(str(exit)).inc(num)
+            self._child(self._exit, str(exit)).inc(num)
         for sums in (self.all, self.points.setdefault(answer.point, _Sums())):
             sums.add(answer)
         self._recent.append((now, answer.time_ms))
         self.last = {**answer.about(), "time_ms": round(answer.time_ms, 3)}
+
+    def _child(self, counter: prometheus.Counter, *labels: str) -> prometheus.Counter:
+        """The counter with these labels; looking it up takes Prometheus longer."""
+        key = (counter, *labels)
+        if key not in self._children:
+            self._children[key] = counter.labels(*labels)
+        return self._children[key]
 
     def refused(self, outcome: str, reason: str = "") -> None:
         """`shed` for a `reason`, `gone` with its client, or an `error`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cnmm._errors import UserError
-from cnmm._files import read_json, read_regular
+from cnmm._files import checksum, read_json, read_regular
 from cnmm.frontier import LADDER_FILE
 from cnmm.ladder import Ladder, read_ladder
 from cnmm.runtime.bench import time_session
@@ -42,6 +42,8 @@ class Served:
     ladder: Ladder
     timed: Measurement
     menu: Menu
+    checksum: str
+    """Of the manifest: workers that start later serve the same ladder, or none."""
     lattice: Any = None
     """What the manifest says of the mixture that the ladder comes from, for the page."""
     examples: Mapping[str, bytes] = field(default_factory=dict)
@@ -115,6 +117,7 @@ def open_served(folder: str | Path, *, runtime: RuntimeName | None = None, laten
         ladder=ladder,
         timed=timed,
         menu=menu_of(ladder.frontier, timed),
+        checksum=checksum(ladder.folder / LADDER_FILE),
         lattice=manifest.get("lattice"),
         examples=_examples(ladder.folder / EXAMPLES),
     )

@@ -18,11 +18,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cnmm._errors import UserError
+from cnmm._files import checksum
+from cnmm.frontier import LADDER_FILE
 from cnmm.pictures import index_png
 from cnmm.runtime.answers import Prediction
 from cnmm.runtime.early_exit import MayBegin, always
@@ -50,6 +53,8 @@ class Settings:
     """File descriptors that it inherits."""
     stage_ms: tuple[float, ...]
     """Of the menu."""
+    checksum: str
+    """Of the ladder's manifest."""
 
 
 class Worker:
@@ -157,19 +162,19 @@ def main(argv: Sequence[str]) -> int:
         line.sendall(json.dumps(words).encode() + b"\n")
 
     try:
+        if checksum(Path(settings.folder) / LADDER_FILE) != settings.checksum:
+            raise UserError(f"{settings.folder}: the ladder was replaced since the server started; start it again")
         session = Session(settings.folder, runtime=settings.runtime, threads=1)  # type: ignore[arg-type]  # checked
-        with mmap.mmap(settings.memory, 0) as memory:
-            worker = Worker(session, memory, settings.stage_ms)
-            finishing = session.finishing.other_ms if session.finishing else 0.0
-            say({"ready": os.getpid(), "decode_ms": decode_ms(), "finishing_ms": finishing})
-            for job in line.makefile("rb"):
-                say(worker.answer(json.loads(job)))
-            os._exit(0)  # views of the memory may still be around
-    except UserError as error:
-        say({"failed": str(error)})
-        return 2
+        worker = Worker(session, mmap.mmap(settings.memory, 0), settings.stage_ms)
+        finishing = session.finishing.other_ms if session.finishing else 0.0
+        say({"ready": os.getpid(), "decode_ms": decode_ms(), "finishing_ms": finishing})
+        for job in line.makefile("rb"):
+            say(worker.answer(json.loads(job)))
     except (BrokenPipeError, ConnectionResetError):
         pass
+    except (UserError, OSError) as error:
+        say({"failed": str(error)})
+        return 2
     return 0
 
 

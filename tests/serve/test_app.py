@@ -15,10 +15,11 @@ from PIL import Image
 
 import cnmm
 from cnmm.serve import engine as engine_module
+from cnmm.serve import pool as pool_module
 from cnmm.serve import served as served_module
 from cnmm.serve.app import create_app
 from cnmm.serve.page import read_page
-from tests.helpers import complaint, made_up_ladder, refused, trained
+from tests.helpers import RUN_CLI, complaint, made_up_ladder, python, refused, trained
 from tests.serve.servers import served
 
 SIZE = (24, 32)
@@ -117,7 +118,7 @@ def test_a_request_that_ends_workers_is_told_so(timed_ladder, photo, monkeypatch
     monkeypatch.setattr(engine_module.Pool, "send", kill)
 
     async def story():
-        async with running(timed_ladder) as (_, client):
+        async with running(timed_ladder, target_ms=60_000) as (_, client):
             bad = await client.post("/predict", content=photo.read_bytes())
             good = await client.post("/predict", content=png(np.zeros((9, 9, 3), np.uint8)))
             return bad, good
@@ -225,6 +226,44 @@ def test_a_ladder_that_cannot_be_loaded_is_one_line(timed_ladder, tmp_path, caps
     (folder / "e1c0.onnx").write_bytes(b"other")
     assert "sha256" in complaint(capsys, "serve", folder, "--port", 0, "--runtime", "onnx")
     assert "ladder.json missing" in complaint(capsys, "serve", tmp_path, "--port", 0)
+
+
+def test_a_ladder_that_is_replaced_meanwhile_is_not_mixed_in(timed_ladder, photo, tmp_path, said, monkeypatch):
+    monkeypatch.setattr(pool_module, "PAUSE_S", 0.1)
+    folder = shutil.copytree(timed_ladder, tmp_path / "ladder")
+
+    async def story():
+        async with running(folder, cores=2) as (engine, client):
+            manifest = json.loads((folder / "ladder.json").read_text())
+            (folder / "ladder.json").write_text(json.dumps({**manifest, "model": "another"}))
+            first, second = engine.pids()
+            os.kill(first, signal.SIGKILL)
+            while not any("was replaced" in line for line in said):
+                await asyncio.sleep(0.05)
+            answer = await client.post("/predict", content=photo.read_bytes())
+            return second, engine.pids(), answer.status_code
+
+    second, left, status = asyncio.run(story())
+    assert left == [second]
+    assert status == 200
+
+
+def test_the_server_needs_no_torch_and_says_what_it_needs(timed_ladder):
+    code = "import cnmm.serve.listen, cnmm.serve.worker"
+    assert python(code, missing=("torch", "onnx", "matplotlib", "safetensors", "openvino")).returncode == 0
+    done = python(RUN_CLI, "serve", timed_ladder, missing=("starlette",))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert 'pip install "cnmm[serve]"' in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_served_as_a_ladder(own_run, photo):
+    with served(own_run, "--cores", 1, "--runtime", "onnx") as server:
+        assert httpx.post(f"{server.url}/predict", content=photo.read_bytes()).json()["top"]
+        status, said = server.end(signal.SIGINT)
+    assert status == 0
+    assert "measuring it now" in said
+    assert (own_run / "latency.json").is_file()
 
 
 def test_a_port_in_use_is_one_line(timed_ladder, capsys):

@@ -350,6 +350,17 @@ def test_wanted_cores_follow_the_load():
     assert controller.wanted_cores(1000.0 + SHORT * 60) == pytest.approx(0, abs=1e-9)
 
 
+def test_arrivals_are_forgotten_even_if_nobody_asks_for_their_rate():
+    """Requests for a point of their own need no plan, and so no rate."""
+    controller = Controller(MENUS["points"], ADAPTIVE, target_ms=60.0, workers=1)
+    for number in range(3000):
+        now = 10.0 * number
+        controller.arrive(now, Ticket(arrived=now, deadline=now + 60, row=MENUS["points"].points["e1c0"]))
+        controller.finish(now, controller.next(now).worker)
+    windows = controller._load._windows
+    assert [len(window._recent) for window in windows] == [24, 96]
+
+
 def test_rows_between_are_on_no_hull():
     rows = hull(MENUS["points"].points.values())
     assert [row.point for row in rows] == ["e1c0", "e2c3", "e3c0", "e4c0"]

@@ -146,6 +146,24 @@ def test_a_second_signal_ends_it(timed_ladder):
         assert status != 0
 
 
+def test_workers_do_not_outlive_a_killed_server(timed_ladder):
+    with served(timed_ladder, "--cores", 2, *LONG_TARGET) as server:
+        workers = server.workers()
+        assert len(workers) == 2
+        server.process.kill()
+        for worker in workers:
+            end = time.monotonic() + 30
+            while os.path.exists(f"/proc/{worker}") and "Z" not in state(worker):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+
+def state(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return "Z"
+
+
 def test_who_goes_away_leaves_the_queue(timed_ladder, images, expected):
     with served(timed_ladder, "--cores", 1, *LONG_TARGET) as server:
         first = [server.connect() for _ in range(2)]
