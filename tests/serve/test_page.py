@@ -14,7 +14,7 @@ import cnmm
 from cnmm.ladder import read_ladder
 from cnmm.serve.page import PAGE, read_page
 from tests.helpers import made_up_ladder, trained
-from tests.runtime.ladders import CLASSES, POINTS, SIZE, write
+from tests.runtime.ladders import CLASSES, POINTS, SIZE, make_ladder, write
 from tests.serve.servers import served
 
 MOST_BYTES = 60_000
@@ -181,6 +181,19 @@ def test_images_are_scaled_and_cropped_at_the_centre(visit):
         visit.drop(png(wide))
     sent = np.frombuffer(asked.value.post_data_buffer, np.uint8).reshape(SIZE, SIZE, 3)
     assert (sent[:, 1:-1] == (0, 0, 255)).all()
+
+
+def test_grey_models_see_grey(chromium, tmp_path):
+    """As Pillow makes it, which reads files for the server."""
+    make_ladder(tmp_path / "grey", channels=1)
+    with served(tmp_path / "grey", "--cores", 1, "--runtime", "onnx") as server:
+        context = chromium.new_context()
+        visit = Visit(context, server.url)
+        with visit.page.expect_request("**/predict*") as asked:
+            visit.drop(png(picture()))
+        assert asked.value.post_data_buffer == Image.fromarray(picture()).convert("L").tobytes()
+        visit.expect("#line").to_contain_text("exit")
+        context.close()
 
 
 def test_the_camera_answers_until_it_is_stopped(visit):
