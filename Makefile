@@ -6,10 +6,13 @@ BIN := .venv/bin
 # More arguments for pytest: make test ARGS="tests/test_chain.py -x"
 ARGS ?=
 
+# The trained model of `make serve`: a folder of models/, or a run of yours.
+MODEL ?= models/cnmm_b4s3.cifar10
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format clean
+.PHONY: help venv demo serve test check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1: \2/p' Makefile
@@ -25,6 +28,12 @@ venv: .venv/.installed ## make .venv with everything for training and developmen
 
 demo: .venv/.installed ## the whole story on real images: train, measure, export, classify; writes to demo/
 	$(BIN)/python examples/demo.py
+
+serve: .venv/.installed ## serve a trained model on this machine: open the address that it says in a browser
+	@test -d demo/serve/$(notdir $(MODEL)) || { mkdir -p demo/serve && \
+		$(BIN)/cnmm export $(MODEL) --ladder 8 -o demo/serve/$(notdir $(MODEL)); }
+	@echo "starting; then open the address below in a browser, and drop an image on the page"
+	@$(BIN)/cnmm serve demo/serve/$(notdir $(MODEL))
 
 test: .venv/.installed ## run all tests in two processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)

@@ -19,8 +19,9 @@ from cnmm._errors import UserError
 from cnmm._files import check_beside, inside, read_json, read_regular, write_atomically, write_json
 from cnmm._onnx import MOST_ONNX, check_self_contained
 from cnmm.cascade import Cascade
-from cnmm.config import Preprocessing
+from cnmm.config import MOST_MAPS, Preprocessing
 from cnmm.frontier import LADDER_FILE, Frontier
+from cnmm.lattice import Edge, Lattice, lattice_of
 from cnmm.pretrained import resolve
 
 IMAGE, PROBABILITIES, LOGITS = "image", "probabilities", "logits"
@@ -67,6 +68,33 @@ class NetworkFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LadderLattice:
+    """The lattice of the mixture and what survives of it at each point: for pictures only, no network needs it.
+
+    A set of edges is written as hexadecimal digits, the first edge of the lattice as the lowest bit of the first.
+    """
+
+    full: Lattice
+    points: Mapping[str, frozenset[Edge]]
+    """The surviving edges of each point, by its name."""
+    cascade: tuple[frozenset[Edge], ...] = ()
+    """The edges that an image has used that leaves at each exit of the cascade."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: blocks, scales and the task say which maps and edges there are."""
+        return {
+            "blocks": self.full.blocks,
+            "scales": self.full.scales,
+            "points": {name: self._digits(edges) for name, edges in self.points.items()},
+            "cascade": [self._digits(edges) for edges in self.cascade],
+        }
+
+    def _digits(self, edges: frozenset[Edge]) -> str:
+        mask = sum(1 << index for index, edge in enumerate(self.full.edges) if edge in edges)
+        return f"{mask:0{_num_digits(self.full)}x}"[::-1]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ladder:
     """A ladder folder, as its manifest describes it."""
 
@@ -83,6 +111,8 @@ class Ladder:
     """Of the weights in the files: float32 or int8."""
     any_size: bool = False
     """Do the networks take images of any height and width? Otherwise only of that of `preprocessing`."""
+    lattice: LadderLattice | None = None
+    """What is left of the mixture at each point; None in ladders of earlier versions."""
 
     @property
     def cascade(self) -> Cascade | None:
@@ -108,6 +138,7 @@ class Ladder:
             "any_size": self.any_size,
             "points": points,
             "cascade": staged,
+            "lattice": self.lattice and self.lattice.to_dict(),
         }
         write_json(self.folder / LADDER_FILE, manifest)
 
@@ -149,7 +180,49 @@ def _read_manifest(folder: Path, data: Any) -> Ladder:
         preprocessing=_read_preprocessing(data, task),
         precision=_fields.get(data, "precision", _fields.one_of("float32", "int8")),
         any_size=bool(_fields.get(data, "any_size", _fields.or_null(_fields.TRUTH))),
+        lattice=_read_lattice(data, task, frontier),
     )
+
+
+def _read_lattice(data: Mapping[str, Any], task: str, frontier: Frontier) -> LadderLattice | None:
+    entry = _fields.get(data, "lattice", _fields.or_null(_fields.OBJECT))
+    if entry is None:
+        return None
+    blocks = _fields.get(entry, "blocks", _fields.whole(1, MOST_MAPS), "lattice.")
+    scales = _fields.get(entry, "scales", _fields.whole(1, MOST_MAPS // blocks), "lattice.")
+    lattice = lattice_of(blocks, scales, task)
+    digits = _hexadecimal(_num_digits(lattice))
+    named = _fields.get(entry, "points", _fields.OBJECT, "lattice.")
+    points = {}
+    for point in frontier.points:
+        mask = _fields.get(named, point.name, digits, "lattice.points.")
+        points[point.name] = _read_edges(lattice, point.exit, mask, f"lattice.points.{point.name}")
+    exits = frontier.cascade.exits if frontier.cascade else ()
+    masks = _fields.get(entry, "cascade", _fields.list_of(digits, len(exits)), "lattice.")
+    stages = [
+        _read_edges(lattice, exit, mask, f"lattice.cascade[{number}]")
+        for number, (exit, mask) in enumerate(zip(exits, masks, strict=True))
+    ]
+    return LadderLattice(full=lattice, points=points, cascade=tuple(stages))
+
+
+def _read_edges(lattice: Lattice, exit: int, digits: str, name: str) -> frozenset[Edge]:
+    """A set of edges, if they all lie on paths from the image to this exit."""
+    bits = f"{int(digits[::-1], 16):b}"[::-1]
+    edges = frozenset(edge for edge, bit in zip(lattice.edges, bits, strict=False) if bit == "1")
+    if (
+        not edges
+        or len(edges) < bits.count("1")
+        or exit > lattice.num_exits
+        or lattice.exit_edges(exit, edges) != edges
+    ):
+        raise UserError(f"{name}={_fields.shown(digits)}: must be edges on the way to exit {exit} of the lattice")
+    return edges
+
+
+def _num_digits(lattice: Lattice) -> int:
+    """Hexadecimal digits of a set of edges."""
+    return (len(lattice.edges) + 3) // 4
 
 
 def _read_preprocessing(data: Mapping[str, Any], task: str) -> Preprocessing:
@@ -193,10 +266,18 @@ def _read_file(folder: Path, entry: Mapping[str, Any], where: str) -> NetworkFil
 
 
 _SIDE = _fields.whole(1, 2**14)
-_SHA256: _fields.Check = (
-    lambda value: isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef"),
-    "64 hexadecimal digits",
-)
+
+
+def _hexadecimal(num: int) -> _fields.Check:
+    """So many digits, in lower case."""
+
+    def fulfils(value: Any) -> bool:
+        return isinstance(value, str) and len(value) == num and set(value) <= set("0123456789abcdef")
+
+    return fulfils, f"{num} hexadecimal digits"
+
+
+_SHA256 = _hexadecimal(64)
 
 
 def _is_plain_name(value: object) -> bool:

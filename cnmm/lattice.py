@@ -124,16 +124,20 @@ class Lattice(Dag):
         return self.scale(edge[1]) > self.scale(edge[0])
 
 
-@lru_cache(maxsize=64)
 def build_lattice(config: MixtureConfig) -> Lattice:
-    """The lattice of a model: the output reads the coarsest maps (classification) or all of them (segmentation)."""
-    blocks, scales = config.blocks, config.scales
+    """The lattice of a model."""
+    return lattice_of(config.blocks, config.scales, config.task)
+
+
+@lru_cache(maxsize=64)
+def lattice_of(blocks: int, scales: int, task: str) -> Lattice:
+    """B blocks x S scales: the output reads the coarsest maps (classification) or all of them (segmentation)."""
     inputs: list[tuple[int, ...]] = [(), (0,)]
     for node in range(2, blocks * scales + 1):
         scale = (node - 1) % scales
         inputs.append(tuple(i for i in range(1, node) if scale - (i - 1) % scales in (0, 1)))
     coarsest = range(scales, blocks * scales + 1, scales)
-    inputs.append(tuple(coarsest if config.task == "classification" else range(1, blocks * scales + 1)))
+    inputs.append(tuple(coarsest if task == "classification" else range(1, blocks * scales + 1)))
     return Lattice(inputs=tuple(inputs), exits=tuple(coarsest), blocks=blocks, scales=scales)
 
 

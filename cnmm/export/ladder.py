@@ -7,7 +7,7 @@ written aside, read back, and renamed when it is complete. `cnmm.ladder` has the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +30,10 @@ from cnmm.export.slim import slim, slim_cascade
 from cnmm.export.stages import StageBytes, measured_again, stage_files, written_stage_macs
 from cnmm.export.written import written_frontier
 from cnmm.frontier import Frontier, FrontierPoint
-from cnmm.ladder import Ladder, NetworkFile, answer_of, is_ladder, read_ladder
+from cnmm.ladder import Ladder, LadderLattice, NetworkFile, answer_of, is_ladder, read_ladder
+from cnmm.lattice import build_lattice
 from cnmm.mixture import Mixture
+from cnmm.prune import named_point
 
 logger = logging.getLogger("cnmm")
 
@@ -85,6 +87,7 @@ def export_ladder(
             preprocessing=about,
             precision=precision,
             any_size=any_size,
+            lattice=_lattice(model, chosen, cascade),
         ).save()
         for file in read_ladder(aside).files():
             file.read()
@@ -151,6 +154,17 @@ class _Maker:
         if self.calibration is not None and self.validation is not None:
             cascade = measured_again(cascade, files, self.validation(), self.model.config)
         return cascade, files
+
+
+def _lattice(model: Mixture, points: Sequence[FrontierPoint], cascade: Cascade | None) -> LadderLattice:
+    """The edges that each point and each exit of the cascade has."""
+    lattice = build_lattice(model.config)
+    last = named_point(model, cascade.point).edges if cascade else frozenset()
+    return LadderLattice(
+        full=lattice,
+        points={point.name: named_point(model, point.name).edges for point in points},
+        cascade=tuple(lattice.exit_edges(exit, last) for exit in cascade.exits) if cascade else (),
+    )
 
 
 def _write(folder: Path, file: StageBytes) -> NetworkFile:

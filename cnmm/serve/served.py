@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cnmm._errors import UserError
-from cnmm._files import checksum, read_json, read_regular
+from cnmm._files import checksum, read_regular
 from cnmm.frontier import LADDER_FILE
 from cnmm.ladder import Ladder, read_ladder
 from cnmm.runtime.bench import time_session
@@ -44,8 +44,6 @@ class Served:
     menu: Menu
     checksum: str
     """Of the manifest: workers that start later serve the same ladder, or none."""
-    lattice: Any = None
-    """What the manifest says of the mixture that the ladder comes from, for the page."""
     examples: Mapping[str, bytes] = field(default_factory=dict)
     """Image files by name."""
 
@@ -99,7 +97,7 @@ class Served:
             "rows": menu["rows"],
             "stage_ms": self.menu.stage_ms,
             "cascade": cascade and cascade.to_dict(),
-            "lattice": self.lattice,
+            "lattice": self.ladder.lattice and self.ladder.lattice.to_dict(),
         }
 
 
@@ -112,13 +110,11 @@ def open_served(folder: str | Path, *, runtime: RuntimeName | None = None, laten
     if runtime is not None:
         check_runtime(runtime)
     timed = _measured(ladder, runtime, Path(latency) if latency else ladder.folder)
-    manifest = read_json(ladder.folder / LADDER_FILE)
     return Served(
         ladder=ladder,
         timed=timed,
         menu=menu_of(ladder.frontier, timed),
         checksum=checksum(ladder.folder / LADDER_FILE),
-        lattice=manifest.get("lattice"),
         examples=_examples(ladder.folder / EXAMPLES),
     )
 

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import math
 
@@ -15,6 +16,7 @@ from cnmm.export.network import check_quality, export_onnx, onnx_bytes, open_onn
 from cnmm.export.slim import slim, slim_cascade
 from cnmm.export.stages import written_stage_macs
 from cnmm.ladder import NetworkFile, read_ladder
+from cnmm.lattice import build_lattice
 from tests.helpers import preprocessing, random_points, refused, trained
 
 openvino = pytest.importorskip("openvino")
@@ -245,6 +247,23 @@ def test_a_ladder_counts_its_files(tmp_path, trained_run):
         cheapest = session.points[0]
         assert session.choose(cheapest.macs) == cheapest
         assert cheapest.name in refused(session.choose, cheapest.macs - 1)
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_a_ladder_knows_what_survives_of_the_lattice(tmp_path, request, task):
+    run = cnmm.Run(request.getfixturevalue("trained_run" if task == "classification" else "scene_run"))
+    ladder = run.export_ladder(tmp_path / "ladder", 3)
+    found = ladder.lattice
+    assert found.full == build_lattice(run.model.config)
+    assert list(found.points) == [point.name for point in ladder.frontier.points]
+    for name, edges in found.points.items():
+        assert edges == cnmm.named_point(run.model, name).edges
+    cascade = run.frontier.cascade
+    assert found.cascade[-1] == cnmm.named_point(run.model, cascade.point).edges
+    assert len(found.cascade) == len(cascade.exits)
+    for fewer, more in itertools.pairwise(found.cascade):
+        assert fewer < more
+    assert read_ladder(tmp_path / "ladder").lattice == found
 
 
 def test_a_ladder_whose_networks_are_not_as_good_as_measured_is_refused(tmp_path, own_run):

@@ -16,7 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 SIZE, CLASSES = 8, ("cat", "dog", "emu", "fox")
 POINTS = (("e1c0", 1, 1000, 0.5), ("e2c3", 2, 2000, 0.7), ("e3c0", 3, 4000, 0.8))
 STAGE_MACS = (1000, 1500, 2500)
-
+EDGES = {"e1c0": "11", "e2c3": "32", "e3c0": "b5"}
+"""Of three blocks and one scale, from the lowest bit of the first digit: 0-1, 1-2, 1-3, 2-3, 1-4, 2-4, 3-4.
+The third point lacks 1-3 and 2-4."""
+STAGE_EDGES = ("11", "33", "b7")
 
 GAINS = {"c2.weight": 12}
 """So that every exit is sure of some images, and of others not."""
@@ -131,6 +134,12 @@ def make_ladder(folder, *, channels=3, cascade=True, copies=1):
         "precision": "float32",
         "points": sorted(points, key=lambda point: point["macs"]),
         "cascade": make_cascade(folder, channels) if cascade else None,
+        "lattice": {
+            "blocks": 3,
+            "scales": 1,
+            "points": {point["name"]: EDGES[point["name"][:4]] for point in points},
+            "cascade": list(STAGE_EDGES) if cascade else [],
+        },
     }
     write(folder, manifest)
     return manifest

@@ -22,7 +22,18 @@ from cnmm.runtime.answers import ClassAnswers
 from cnmm.runtime.early_exit import CascadeRunner
 from cnmm.runtime.session import Session
 from tests.helpers import RUN_CLI, ask, complaint, python, refused
-from tests.runtime.ladders import CLASSES, POINTS, SIZE, STAGE_MACS, make_ladder, network, write, written
+from tests.runtime.ladders import (
+    CLASSES,
+    EDGES,
+    POINTS,
+    SIZE,
+    STAGE_EDGES,
+    STAGE_MACS,
+    make_ladder,
+    network,
+    write,
+    written,
+)
 
 RUNTIMES = [name for name in latency.RUNTIMES if latency.runtime_version(name)]
 FULL = sum(STAGE_MACS)
@@ -540,6 +551,21 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path, name, part):
             "exits=[1, 0]: must be a list of 3",
         ),
         (lambda m: m["cascade"].pop("point"), "point"),
+        (lambda m: m.update(lattice=[]), "lattice=[]"),
+        (lambda m: m["lattice"].pop("blocks"), "lattice.blocks"),
+        (lambda m: m["lattice"].update(blocks=257), "lattice.blocks"),
+        (lambda m: m["lattice"].update(scales=86), "lattice.scales=86: must be a whole number from 1 to 85"),
+        (lambda m: m["lattice"].update(scales=True), "lattice.scales"),
+        (lambda m: m["lattice"].update(blocks=2), "lattice.points.e1c0='11': must be 1 hex"),
+        (lambda m: m["lattice"]["points"].pop("e2c3"), "lattice.points.e2c3 is missing"),
+        (lambda m: m["lattice"]["points"].update(e1c0=11), "lattice.points.e1c0=11"),
+        (lambda m: m["lattice"]["points"].update(e1c0="+1"), "2 hexadecimal digits"),
+        (lambda m: m["lattice"]["points"].update(e1c0="00"), "on the way to exit 1"),
+        (lambda m: m["lattice"]["points"].update(e1c0="19"), "on the way to exit 1"),  # an eighth edge
+        (lambda m: m["lattice"]["points"].update(e1c0="32"), "on the way to exit 1"),  # those of exit 2
+        (lambda m: m["points"][2].update(exit=4), "on the way to exit 4"),
+        (lambda m: m["lattice"].update(cascade=["11"]), "lattice.cascade"),
+        (lambda m: m["lattice"]["cascade"].__setitem__(slice(None), ["11", "b7", "b7"]), "lattice.cascade[1]"),
     ],
 )
 def test_a_corrupt_manifest(tmp_path, change, words):
@@ -547,6 +573,20 @@ def test_a_corrupt_manifest(tmp_path, change, words):
     line = refused(Session, tmp_path, threads=1)
     assert words in line
     assert str(tmp_path) in line
+
+
+def test_the_lattice_of_a_ladder(tmp_path, hand_made_ladder):
+    """Edges by their bits; a ladder of an earlier version has none, and runs all the same."""
+    found = read_ladder(hand_made_ladder).lattice
+    assert found.full.edges == ((0, 1), (1, 2), (1, 3), (2, 3), (1, 4), (2, 4), (3, 4))
+    assert found.points["e2c3"] == {(0, 1), (1, 2), (2, 4)}
+    assert found.points["e3c0"] == set(found.full.edges) - {(1, 3), (2, 4)}
+    assert [sorted(edges) for edges in found.cascade[:2]] == [[(0, 1), (1, 4)], [(0, 1), (1, 2), (1, 4), (2, 4)]]
+    assert found.to_dict() == {"blocks": 3, "scales": 1, "points": EDGES, "cascade": list(STAGE_EDGES)}
+    spoil(tmp_path, lambda manifest: manifest.pop("lattice"))
+    assert read_ladder(tmp_path).lattice is None
+    with Session(tmp_path, threads=1) as session:
+        assert len(session.points) == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "{}", "[" * 100_000, "\x00"])
