@@ -54,6 +54,7 @@ def written_aside(folder: str | Path, *, overwrite: Callable[[Path], bool] | Non
     `overwrite`: says of a folder that is there whether it may be replaced.
     """
     folder = Path(folder)
+    _check_replaceable(folder)
     there = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     old = there and overwrite is not None and overwrite(folder)
     if there and not old:
@@ -71,6 +72,15 @@ def written_aside(folder: str | Path, *, overwrite: Callable[[Path], bool] | Non
         else:
             os.replace(aside, folder)
     sync_folder(folder.parent)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuses what no folder can be put in the place of: a link, and the folder that somebody is in, who would lose it."""
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link; give the folder that it leads to")
+    with suppress(OSError):  # the current folder may be gone
+        if Path.cwd().is_relative_to(folder.resolve()):
+            raise UserError(f"{folder} is the folder that you are in, or above it; give the name of a new folder in it")
 
 
 @contextmanager

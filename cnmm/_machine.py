@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
+_UNKNOWN_MEMORY = 2**40
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
@@ -27,6 +29,17 @@ def usable_cores() -> int:
     """Cores that this process may run on, and that its container's quota pays for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, _quota())))
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this machine has, or that its container may use; many where nobody knows."""
+    found = [_UNKNOWN_MEMORY]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups, version 2 and 1
+        with suppress(OSError, ValueError):
+            found.append(int((Path("/sys/fs/cgroup") / name).read_text("utf-8")))
+    return min(size for size in found if size > 0)
 
 
 def keep_freed_memory() -> None:

@@ -22,7 +22,8 @@ Device = Literal["auto", "cpu", "cuda"]
 MOST_MAPS = 256
 """Blocks times scales."""
 
-_SIZE = _fields.list_of(_fields.whole(1, 2**14), 2)
+SIZE = _fields.list_of(_fields.whole(1, 2**14), 2)
+"""Height and width of images."""
 CHECKS: dict[str, _fields.Check] = {
     "name": _fields.TEXT,
     "task": _fields.one_of(*get_args(Task)),
@@ -31,7 +32,7 @@ CHECKS: dict[str, _fields.Check] = {
     "channels": _fields.whole(1, 4096),
     "num_classes": _fields.whole(1, 100_000),
     "in_chans": _fields.whole(1, 1024),
-    "input_size": _SIZE,
+    "input_size": SIZE,
     "stem_stride": _fields.one_of(1, 2, 4),
     "exits": _fields.one_of(*get_args(Exits)),
     "mixing": _fields.one_of(*get_args(Mixing)),
@@ -163,14 +164,14 @@ _PREPROCESSING: dict[str, _fields.Check] = {
     "classes": _fields.list_of(_fields.TEXT, least=1),
     "mean": _fields.list_of(_fields.NUMBER, least=1),
     "std": _fields.list_of(_fields.number(above=0), least=1),
-    "size": _SIZE,
+    "size": SIZE,
     "palette": _fields.list_of(_fields.COLOUR),
 }
 
 
 def check_input_size(config: MixtureConfig, size: Sequence[int]) -> None:
     """Refuses images so small that a scale would have nothing left to halve."""
-    size = _fields.checked(size, "input_size", _SIZE)
+    size = _fields.checked(size, "input_size", SIZE)
     least = config.stem_stride * 2 ** (config.scales - 1)
     if min(size) < least:
         raise UserError(

@@ -20,11 +20,13 @@ import torch
 
 from cnmm._errors import UserError
 from cnmm._files import inside, scratch_folder, write_atomically, written_aside
+from cnmm._progress import Clock, OnWait, no_wait
 from cnmm.budget import Budget, parse_budget
 from cnmm.config import Device, Preprocessing
 from cnmm.cost import CostTable
 from cnmm.distributed import pick_device
 from cnmm.draw import save_picture
+from cnmm.evaluation.batches import num_images
 from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.measure import Progress as MeasuringProgress
 from cnmm.evaluation.plot import plot_frontier
@@ -46,7 +48,7 @@ from cnmm.run_exporting import CALIBRATION_IMAGES, CHECKED_IMAGES, Exported, che
 from cnmm.run_folder import CONFIG_FILE, is_run, is_slim, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
 from cnmm.run_measuring import measure_frontier, read_frontier
-from cnmm.runtime.latency import p95
+from cnmm.runtime.latency import measured_p95
 from cnmm.runtime.session import Session
 from cnmm.training.batches import start_workers
 from cnmm.training.card import card
@@ -55,6 +57,8 @@ from cnmm.training.recipes import recipe
 from cnmm.training.scene_batches import make_images
 from cnmm.training.seeds import seeded
 
+_USUAL = {"statistics": 1.5, "evaluation": 1.2}
+"""How long an image takes, relative to one another."""
 _LADDER_POINTS = 16
 """Of a ladder that is made for use at once."""
 
@@ -74,6 +78,7 @@ class Evaluation:
     """Of every exit that the point reaches."""
     exit_macs: dict[int, int | None]
     """Of an exit with nothing cut; None where it has no cost of its own."""
+    classes: tuple[str, ...] = ()
 
     @property
     def quality(self) -> Quality:
@@ -84,15 +89,18 @@ class Evaluation:
 class Run:
     """A run folder. Its parts are read when they are first asked for."""
 
-    def __init__(self, folder: str | Path, *, data: str | None = None) -> None:
-        """`folder`: or the name of a trained model. `data`: where the images are now, if not where the run says."""
+    def __init__(self, folder: str | Path, *, data: str | None = None, on_wait: OnWait = no_wait) -> None:
+        """`folder`: or the name of a trained model. `data`: where the images are now, if not where the run says.
+
+        `on_wait` is told what takes a while, such as reading images, how far it is, and how long it will take.
+        """
         self.folder = resolve(folder)
         if not is_run(folder):
             raise UserError(f"{folder}: not a run folder; make one with: cnmm train --out {folder} ...")
         self.about: dict[str, Any] = read_config(folder)
         self.evaluation: Evaluation | None = None
         """What a training has measured at its end."""
-        self._data = data
+        self._data, self._on_wait = data, on_wait
 
     # What it has
 
@@ -128,6 +136,7 @@ class Run:
             self.config,
             given=self._data is not None,
             skip_bad=bool(about.get("skip_bad")),
+            on_wait=self._on_wait,
         )
 
     @cached_property
@@ -136,11 +145,8 @@ class Run:
         return read_frontier(self.folder)
 
     def latency(self) -> dict[str, float]:
-        """p95 milliseconds by point as measured on this machine; nothing if nothing was."""
-        try:
-            return p95(self.folder)
-        except UserError:
-            return {}
+        """p95 milliseconds by point as measured on this machine, with all usable cores; nothing if nothing was."""
+        return measured_p95(self.folder)
 
     def settled(self, point: OperatingPoint) -> Mixture:
         """The mixture with the statistics that a point is measured with: stored, or estimated now on training images.
@@ -158,7 +164,9 @@ class Run:
                 f"{self.folder}: the statistics of {point.name} are not stored, and its images cannot be read "
                 f"({error}); give the images with --data, or choose a point of the frontier"
             ) from None
-        return reestimated(self.model, batches, point)
+        clock = Clock(_USUAL, {"statistics": num_images(batches)})
+        watch = clock.watching("statistics", f"estimating the statistics of {point.name}", self._on_wait)
+        return reestimated(self.model, batches, point, on_images=watch)
 
     def _measured_raw(self) -> bool:
         return self._is_measured() and self.frontier.points[0].statistics == RAW
@@ -178,8 +186,8 @@ class Run:
         return named_point(self.model, point or f"e{last}c0")
 
     def choose(self, budget: str | float | Budget) -> FrontierPoint:
-        """The best measured point within a budget."""
-        latency = p95(self.folder) if parse_budget(budget).kind == "ms" else None
+        """The best measured point within a budget; milliseconds are those of onnxruntime with all usable cores."""
+        latency = measured_p95(self.folder, needed=True) if parse_budget(budget).kind == "ms" else None
         return self.frontier.choose(budget, latency)
 
     def evaluate(
@@ -207,15 +215,18 @@ class Run:
         with start_workers(self.images.data, config) as running:
             images = make_images(self.images.data, config, device=place, workers=running)
             model = self.settled(chosen) if chosen and not raw else self.model
+            clock = Clock(_USUAL, {"evaluation": len(indices)})
             exits = evaluate_exits(
                 model.to(place),
                 images.batches(part, indices),
                 chosen,
                 metric=metric,
+                detailed=True,
                 monte_carlo=monte_carlo,
                 hard=hard,
                 temperature=config.temperature,
                 generator=seeded(config.seed, "monte-carlo"),
+                on_images=clock.watching("evaluation", f"evaluating on {split} images", self._on_wait),
             )
         return self._evaluation(chosen, split, raw, monte_carlo, exits)
 
@@ -233,6 +244,7 @@ class Run:
             statistics=(RAW if cut_raw else RE_ESTIMATED) if chosen else self.config.statistics,
             exits=exits,
             exit_macs={**before, last: macs},
+            classes=self.preprocessing.classes,
         )
 
     def measure(
@@ -392,7 +404,15 @@ class Run:
         except (OSError, UserError) as error:
             logger.warning("no examples in the report: %s", " ".join(str(error).split()))
         name = self.about.get("data", {}).get("name") or "no data named"
-        page = report_page(self.model, frontier, data=name, latency=self.latency(), examples=examples)
+        found = self.evaluate(split="validation") if isinstance(examples, Examples) else None
+        page = report_page(
+            self.model,
+            frontier,
+            data=name,
+            latency=self.latency(),
+            examples=examples,
+            quality=found.quality if found else None,
+        )
         write_atomically(path, page.encode())
         return path
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cnmm import _fields
 from cnmm._errors import UserError
+from cnmm._progress import OnWait, no_wait, reading
 from cnmm.config import MixtureConfig, Preprocessing
 from cnmm.data import DataSet, Split, divide, hold_out, open_data
 from cnmm.data.classes import in_order
@@ -51,10 +52,14 @@ class RunImages:
         *,
         given: bool = False,
         skip_bad: bool = False,
+        on_wait: OnWait = no_wait,
     ) -> None:
-        """`spec`: where they are; `given`: now, by the user. `skip_bad`: without those that cannot be read."""
+        """`spec`: where they are; `given`: now, by the user. `skip_bad`: without those that cannot be read.
+
+        `on_wait` is told how far they are read.
+        """
         self.folder, self.spec, self.model, self.preprocessing, self.config = folder, spec, model, preprocessing, config
-        self.given, self.skip_bad = given, skip_bad
+        self.given, self.skip_bad, self.on_wait = given, skip_bad, on_wait
 
     @cached_property
     def data(self) -> DataSet:
@@ -63,7 +68,13 @@ class RunImages:
             raise UserError(f"{self.folder} does not say what it was trained on; use --data, for example cifar10:DIR")
         remembered = None if self._held_out is None else self._held_out.test_names
         try:
-            data = open_data(self.spec, size=self.model.input_size, skip_bad=self.skip_bad, test=remembered)
+            data = open_data(
+                self.spec,
+                size=self.model.input_size,
+                skip_bad=self.skip_bad,
+                test=remembered,
+                progress=reading(self.on_wait),
+            )
         except (OSError, UserError) as error:
             if self.given:
                 raise
@@ -156,12 +167,17 @@ class RunImages:
 
     def batches(self, part: Split, chosen: np.ndarray) -> Batches[tuple[Tensor, Tensor]]:
         """Batches of prepared images and their labels, read anew each time."""
-        return Reread(lambda: self.prepared.batches(part, chosen), self.prepared.num_batches(part, chosen))
+        prepared = self.prepared
+        return Reread(lambda: prepared.batches(part, chosen), prepared.num_batches(part, chosen), len(chosen))
 
-    def statistics(self) -> Batches[Tensor]:
+    def statistics(self) -> Reread[Tensor]:
         """Batches of training images, augmented as in training, or whole scenes: for estimating batch statistics."""
         train, kept, prepared = self.data.train, self._parts[0], self.prepared
-        return Reread(lambda: prepared.statistics_batches(train, kept), prepared.num_statistics(train, kept))
+        return Reread(
+            lambda: prepared.statistics_batches(train, kept),
+            prepared.num_statistics(train, kept),
+            min(prepared.num_for_statistics, len(kept)),
+        )
 
     def damage(self) -> Tensor:
         """The training images that damage is measured on, one batch."""

@@ -15,10 +15,11 @@ from pathlib import Path
 import cnmm
 from cnmm._files import checksum, sweep, write_atomically
 from cnmm._lock import locked
+from cnmm._progress import Clock
 from cnmm.draw import save_picture
-from cnmm.evaluation.damage import measure_orders
+from cnmm.evaluation.damage import damage_passes, measure_orders
 from cnmm.evaluation.kept import Kept
-from cnmm.evaluation.measure import Progress, measure
+from cnmm.evaluation.measure import USUAL, Progress, expected_passes, measure
 from cnmm.evaluation.plot import plot_frontier
 from cnmm.evaluation.search import Rules
 from cnmm.evaluation.statistics import load_statistics, statistics_bytes
@@ -66,14 +67,17 @@ def measure_frontier(
     split, part, chosen = images.measured(num_images)
     if split == CHOSEN_ON_TEST:
         logger.warning("this run held no images out: points are chosen on test images, and labelled so")
+    clock = Clock(USUAL)
     with locked(folder, "cnmm frontier"):
         sweep(folder)
         place, weights = folder / CHECKPOINTS / KEPT, checksum(folder / WEIGHTS_FILE)
         about = [cnmm.__version__, weights, images.identity()]
         if rule in ("damage", "all") and model.orders is None and model.config.mixing == "gates":
             logger.info("measuring which cuts do the least damage, on training images")
-            kept = Kept(place, of=[*about, "orders"], should_stop=should_stop)
-            model.orders = measure_orders(model, images.damage(), kept)
+            kept, batch = Kept(place, of=[*about, "orders"], should_stop=should_stop), images.damage()
+            following = len(chosen) + (0 if raw else images.statistics().num_images)
+            report = _reporting_damage(clock, model, len(batch), following, on_progress)
+            model.orders = measure_orders(model, batch, kept, report)
             save_orders(folder, model.orders)
         shown = hashlib.sha256(chosen.tobytes()).hexdigest()
         options = [rule, shown, split, num_points, test, metric, raw, sorted((model.orders or {}).items())]
@@ -88,11 +92,31 @@ def measure_frontier(
             metric=metric,
             split=split,
             kept=kept,
+            clock=clock,
             on_progress=on_progress,
         )
         frontier = _write(folder, with_written_costs(model, frontier), weights, latency)
         kept.clear()
     return frontier
+
+
+def _reporting_damage(
+    clock: Clock, model: Mixture, num: int, following: int, on_progress: Callable[[Progress], None]
+) -> Callable[[float], None]:
+    """For `measure_orders` on `num` images, before points are measured on `following` images."""
+    passes, before = num * damage_passes(model.config), 0.0
+    clock.plan("damage", passes)
+    clock.plan("statistics", expected_passes(model) * following)
+    clock.skip()
+
+    def report(done: float) -> None:
+        nonlocal before
+        clock.tick("damage", passes * (done - before))
+        before = done
+        left_s, what = clock.left_s or 0.0, "measuring which cuts do the least damage"
+        on_progress(Progress(done=clock.done, left_s=left_s, num_points=0, what=what))
+
+    return report
 
 
 def _write(folder: Path, frontier: Frontier, weights: str, latency: Mapping[str, float]) -> Frontier:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cnmm import distributed
+from cnmm import _fields, distributed
 from cnmm._errors import UserError
 from cnmm._files import sweep, write_atomically
 from cnmm._lock import locked
-from cnmm._machine import keep_freed_memory
-from cnmm.config import VARIANT, MixtureConfig
+from cnmm._machine import keep_freed_memory, usable_memory
+from cnmm._progress import OnWait, no_wait, reading
+from cnmm.config import SIZE, VARIANT, MixtureConfig
+from cnmm.cost import CostTable
 from cnmm.data import DataSet, open_data, suggest_model
 from cnmm.mixture import Mixture
 from cnmm.run import Run
 from cnmm.run_folder import has_steps, is_run, load, read_config, start_run
 from cnmm.run_held_out import load_held_out, save_held_out
 from cnmm.training import tensorboard
-from cnmm.training.batches import FEWEST_STEPS, fitting_batch, steps_per_epoch, use_bfloat16
+from cnmm.training.batches import FEWEST_STEPS, affordable_batch, fitting_batch, steps_per_epoch, use_bfloat16
 from cnmm.training.config import TrainConfig
 from cnmm.training.loop import train as run_loop
+from cnmm.training.photos import PHOTO_AREA, PHOTO_COLOUR, PHOTO_SIDE
 from cnmm.training.progress import EpochResult, Progress
 from cnmm.training.recipes import recipe as find_recipe
 from cnmm.training.recipes import recipe_variant
@@ -45,18 +48,22 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     skip_bad: bool = False,
+    size: int | tuple[int, int] | None = None,
     on_step: Callable[[Progress], None] = lambda progress: None,
     on_epoch: Callable[[EpochResult], None] = lambda result: None,
+    on_wait: OnWait = no_wait,
     should_stop: Callable[[], bool] = lambda: False,
     **fields: Any,
 ) -> Run:
     """Trains a mixture on images into the run folder `out`.
 
-    `data` is `cifar10:DIR`, `folder:DIR`, ...; `model` a name of the zoo, one that fits the images unless told.
+    `data` is `cifar10:DIR`, `folder:DIR`, ...; `model` a name of the zoo, one that fits the images unless told. `size`:
+    height and width to which images are fitted, or one number for both; one that suits them unless told.
     `fields` override those of the recipe (`epochs=5, seed=1`, see `TrainConfig`) and of the model (`exits="last"` is
     CNMM-single, `mixing="sum"` the deterministic variant, `blocks=12`, see `MixtureConfig`). `init` starts from the
     weights of a trained run. `resume` goes on with the run in `out`, to the same weights bit by bit, or for more
     `epochs` than it was begun with; where there is nothing to go on from, it starts. `overwrite` replaces a run.
+    `on_wait` is told what else takes a while: reading images, measuring, estimating statistics.
     """
     keep_freed_memory()
     out = Path(out)
@@ -66,8 +73,9 @@ def train(
         raise UserError("resume goes on with a run, overwrite starts it anew: give only one of them")
     distributed.start(config.device)
     first = distributed.rank() == 0  # it speaks and writes for all
+    on_wait = on_wait if first else no_wait
     with reserved(out) if first else nullcontext():
-        images = _open_images(data, out, skip_bad=skip_bad, resume=resume)
+        images = _open_images(data, out, size=size, skip_bad=skip_bad, resume=resume, on_wait=on_wait)
         config = _fitted(config, images, fields)
         torch.manual_seed(config.seed)
         if init:  # trained weights are not to be replaced
@@ -75,6 +83,7 @@ def train(
             mixture = _initial(init, model, images, variant)
         else:
             mixture = _new_model(model, images, recipe_variant(recipe) | variant)
+        config = _within_memory(config, mixture, fields, out if resume and is_run(out) else None)
         going_on = resume or distributed.restarted()
         if config.teacher and not (going_on and (out / ANSWERS_FILE).exists()):
             open_teacher(config.teacher, images)  # if it does not fit, before anything is written
@@ -88,10 +97,13 @@ def train(
             resume=going_on,
             on_step=on_step if first else lambda progress: None,
             on_epoch=_with_curves(on_epoch, out),
+            on_wait=on_wait,
             should_stop=should_stop,
         )
         distributed.end()
-        return _finished(Run(out, data=data), "validation" if images.test is None else "test", first=first)
+        run = Run(out, data=data, on_wait=on_wait)
+        run.images.data = images  # they need not be read again
+        return _finished(run, "validation" if images.test is None else "test", first=first)
 
 
 def _with_curves(on_epoch: Callable[[EpochResult], None], out: Path) -> Callable[[EpochResult], None]:
@@ -128,12 +140,20 @@ def reserved(out: Path) -> Iterator[None]:
             out.rmdir()
 
 
-def _open_images(data: str, out: Path, *, skip_bad: bool, resume: bool) -> DataSet:
+def _open_images(
+    data: str, out: Path, *, size: int | tuple[int, int] | None, skip_bad: bool, resume: bool, on_wait: OnWait
+) -> DataSet:
     """The images of a new run; or of an old one, without those that it has skipped, and with its own test images."""
     remembered = load_held_out(out) if resume else None
+    sides = (size, size) if isinstance(size, int) else size
+    wanted: Sequence[int] | None = _fields.checked(sides, "size", _fields.or_null(SIZE))
     if resume and is_run(out):
-        skip_bad = skip_bad or bool(read_config(out).get("data", {}).get("skip_bad"))
-    images = open_data(data, skip_bad=skip_bad, test=None if remembered is None else remembered.test_names)
+        before = read_config(out).get("data", {})
+        skip_bad = skip_bad or bool(before.get("skip_bad"))
+        wanted = wanted or before.get("size")
+    test = None if remembered is None else remembered.test_names
+    fitted = None if wanted is None else (wanted[0], wanted[1])
+    images = open_data(data, size=fitted, skip_bad=skip_bad, test=test, progress=reading(on_wait))
     for name in images.skipped:
         logger.warning("skipped %s: cannot be read", name)
     if remembered is not None and has_steps(out):
@@ -148,6 +168,7 @@ def _fitted(config: TrainConfig, images: DataSet, given: Mapping[str, Any]) -> T
     narrow = use_bfloat16(config.precision, distributed.pick_device(config.device))
     config = dataclasses.replace(config, precision="bfloat16" if narrow else "float32")  # a run is one or the other
     config = dataclasses.replace(config, val=_num_held_out(images, config, asked="val" in given))
+    config = _with_views(config, images, given)
     num = len(images.train) - config.val
     if "batch_size" not in given and num < FEWEST_STEPS * config.batch_size:
         size = fitting_batch(num, config.batch_size)
@@ -155,6 +176,27 @@ def _fitted(config: TrainConfig, images: DataSet, given: Mapping[str, Any]) -> T
         config = dataclasses.replace(config, batch_size=size)
     steps_per_epoch(config, num)  # an error comes before anything is written
     return config
+
+
+def _within_memory(config: TrainConfig, model: Mixture, given: Mapping[str, Any], resumed: Path | None) -> TrainConfig:
+    """A batch that this machine has the memory for, unless one was given; a run that goes on keeps its own."""
+    size = affordable_batch(CostTable.of(model.config).exit().macs, config.batch_size, usable_memory())
+    if resumed is not None:
+        size = read_config(resumed).get("train", {}).get("batch_size", size)
+    if "batch_size" in given or model.config.task == "segmentation" or size == config.batch_size:
+        return config
+    if resumed is not None:
+        return dataclasses.replace(config, batch_size=size)
+    logger.info("batch size %d: more images would not fit into memory", size)
+    return dataclasses.replace(config, batch_size=size)
+
+
+def _with_views(config: TrainConfig, images: DataSet, given: Mapping[str, Any]) -> TrainConfig:
+    """Photographs are shown in parts and recoloured, by our recipes; a teacher has seen them as they are."""
+    if config.recipe not in ("quick", "long") or images.palette or config.teacher or min(images.size) < PHOTO_SIDE:
+        return config
+    usual: dict[str, Any] = {"area": PHOTO_AREA, "colour": PHOTO_COLOUR}
+    return dataclasses.replace(config, **{name: value for name, value in usual.items() if name not in given})
 
 
 def _num_held_out(data: DataSet, config: TrainConfig, *, asked: bool) -> int:

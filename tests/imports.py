@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cnmm"
 
-PRIVATE = {"_errors", "_fields", "_files", "_lock", "_machine", "_onnx", "palette"}
+PRIVATE = {"_errors", "_fields", "_files", "_lock", "_machine", "_onnx", "_progress", "palette"}
 PAPER = {
     "config",
     "lattice",

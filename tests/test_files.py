@@ -198,3 +198,19 @@ class Log:
 
     def __truediv__(self, name):
         return self.path
+
+
+def test_folders_that_cannot_be_replaced(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", "..", "/", "../here"):
+        with pytest.raises(UserError, match="is the folder that you are in, or above it"), written_aside(name):
+            pass
+    for name in ("link", "dangling"):
+        with pytest.raises(UserError, match="is a link; give the folder"), written_aside(tmp_path / name):
+            pass
+    with written_aside("new") as aside:
+        (aside / "x").write_text("x")
+    assert (tmp_path / "here/new/x").is_file()

@@ -12,7 +12,7 @@ from cnmm.budget import parse_budget
 from cnmm.cli.signals import stopping
 from cnmm.cli.terminal import NO_HINT, Bar, Common, cells, percent, point_row, print_table, say
 from cnmm.frontier import FRONTIER_FILE, Frontier, find_frontier, metric_words
-from cnmm.runtime.latency import measured_p95
+from cnmm.runtime.latency import RuntimeName, measured_p95
 
 if TYPE_CHECKING:
     from cnmm.evaluation.measure import Progress
@@ -55,8 +55,8 @@ class MeasureFrontier:
     def answer(self) -> dict[str, Any]:
         from cnmm.cli.loading import open_run
 
-        run = open_run(self.run, self.data, picture=self.plot)
         with MeasuringBar() as bar, stopping("the same command goes on from there") as should_stop:
+            run = open_run(self.run, self.data, picture=self.plot, on_wait=bar.wait)
             frontier = run.measure(
                 rule=self.rule,
                 images=self.images,
@@ -92,12 +92,17 @@ class Choose:
     """A run folder with its frontier, or a ladder folder."""
     budget: Annotated[str, arg(metavar="BUDGET", help_behavior_hint="")]
     """60M (macs), 25ms (p95 measured here), 40% (of the full mixture), acc:0.92 (at least that accurate)."""
+    runtime: Annotated[RuntimeName, NO_HINT] = "onnx"
+    """Inference engine whose milliseconds count, as for predict."""
+    threads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all usable cores)")] = None
+    """Number of threads that they were measured with, as for predict."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
         wanted = parse_budget(self.budget)
         frontier = find_frontier(self.folder)
-        times = measured_p95(self.folder, needed=wanted.kind == "ms")
+        needed = wanted.kind == "ms"
+        times = measured_p95(self.folder, runtime=self.runtime, threads=self.threads, needed=needed)
         point = frontier.choose(wanted, times)
         about = {"budget": wanted.text, "model": frontier.model, "latency_ms": times.get(point.name)}
         return point_row(point) | about
@@ -133,4 +138,5 @@ class MeasuringBar(Bar):
     """Progress on stderr, with the time left."""
 
     def update(self, progress: Progress) -> None:
-        self.show(f"{progress.num_points} points", progress.done, progress.left_s)
+        points = f", {progress.num_points} points" if progress.num_points else ""
+        self.show(f"{progress.what}{points}", progress.done, progress.left_s)

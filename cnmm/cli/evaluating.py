@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from tyro.conf import Positional, arg
 
 from cnmm.cli.budgets import MetricName
-from cnmm.cli.terminal import NO_HINT, Common, percent, print_table, say
+from cnmm.cli.terminal import NO_HINT, Bar, Common, percent, print_table, say
 from cnmm.config import Device
 from cnmm.frontier import metric_words
 from cnmm.plan import require_torch
@@ -53,21 +54,23 @@ class Evaluate:
         require_torch()
         from cnmm.run import Run
 
-        evaluation = Run(self.run, data=self.data).evaluate(
-            split=self.split,
-            budget=self.budget,
-            point=self.point,
-            metric=self.metric,
-            raw=self.raw,
-            monte_carlo=self.monte_carlo,
-            hard=self.hard,
-            device=self.device,
-            workers=self.workers,
-        )
+        with Bar() as bar:
+            evaluation = Run(self.run, data=self.data, on_wait=bar.wait).evaluate(
+                split=self.split,
+                budget=self.budget,
+                point=self.point,
+                metric=self.metric,
+                raw=self.raw,
+                monte_carlo=self.monte_carlo,
+                hard=self.hard,
+                device=self.device,
+                workers=self.workers,
+            )
         return evaluation_row(evaluation)
 
     def show(self, answer: dict[str, Any]) -> None:
         show_exits(answer)
+        show_classes(answer)
 
 
 def evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
@@ -86,12 +89,15 @@ def evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
     last = {
         name: value for name, value in exits[-1].items() if name not in ("exit", "macs", "low", "high", "per_class")
     }
-    return {**about, "statistics": evaluation.statistics, **last, "exits": exits}
+    row_of_all = {**about, "statistics": evaluation.statistics, **last, "exits": exits}
+    confusion = evaluation.quality.confusion
+    return {**row_of_all, "classes": evaluation.classes, **({"confusion": confusion} if confusion else {})}
 
 
 def show_exits(answer: dict[str, Any]) -> None:
     """A table with a row for every exit."""
-    other = [name for name in get_args(MetricName) if name in answer and name != answer["metric"]]
+    names = (*get_args(MetricName), "top5_accuracy")
+    other = [name for name in names if name in answer and name != answer["metric"]]
     rows = []
     for row in answer["exits"]:
         macs = "" if row["macs"] is None else f"{row['macs']:,}"
@@ -100,3 +106,31 @@ def show_exits(answer: dict[str, Any]) -> None:
     columns = ("exit", "macs", f"{metric_words(answer['metric'])} %", "95 % interval")
     print_table((*columns, *(f"{metric_words(name)} %" for name in other)), rows)
     say(f"{answer['point']}, {answer['n']:,} {answer['split']} images, {answer['statistics']} statistics")
+
+
+MOST_COLUMNS = 12
+"""Classes of a confusion matrix that is shown whole."""
+
+
+def show_classes(answer: dict[str, Any]) -> None:
+    """A row for every class: how good the last exit is, and what it takes images of the class for."""
+    classes, per_class = answer["classes"], answer["exits"][-1].get("per_class")
+    confusion = answer.get("confusion")
+    if not per_class:
+        return
+    if not confusion:
+        rows = [(name, percent(value)) for name, value in zip(classes, per_class, strict=True)]
+        print_table(("class", "IoU %"), rows, left=("class",))
+        return
+    whole = len(classes) <= MOST_COLUMNS
+    rows = []
+    for name, value, counts in zip(classes, per_class, confusion, strict=True):
+        more = [f"{count:,}" if count else "" for count in counts] if whole else [_taken_for(name, counts, classes)]
+        rows.append((name, f"{sum(counts):,}", percent(value), *more))
+    columns = [f"as {name}" for name in classes] if whole else ["most often taken for"]
+    print_table(("class", "images", "accuracy %", *columns), rows, left=("class", "most often taken for"))
+
+
+def _taken_for(own: str, counts: Sequence[int], classes: Sequence[str]) -> str:
+    wrong = sorted(((-count, name) for count, name in zip(counts, classes, strict=True) if count and name != own))
+    return ", ".join(f"{name} {-count:,}" for count, name in wrong[:3])

@@ -46,9 +46,10 @@ class Slim:
         from cnmm.export.slim import costs
         from cnmm.run import Run
 
-        network = Run(self.run, data=self.data).slim(
-            budget=self.budget, point=self.point, out=self.out, overwrite=self.overwrite
-        )
+        with Bar() as bar:
+            network = Run(self.run, data=self.data, on_wait=bar.wait).slim(
+                budget=self.budget, point=self.point, out=self.out, overwrite=self.overwrite
+            )
         size = (self.out / "model.safetensors").stat().st_size
         return {"folder": str(self.out), "point": network.point.name, **costs(network), "bytes": size}
 
@@ -90,14 +91,15 @@ class Export:
     def _file(self) -> dict[str, Any]:
         from cnmm.run import Run
 
-        made = Run(self.run, data=self.data).export(
-            self.out,
-            budget=self.budget,
-            point=self.point,
-            precision=self.precision,
-            any_size=self.any_size,
-            overwrite=self.overwrite,
-        )
+        with Bar() as bar:
+            made = Run(self.run, data=self.data, on_wait=bar.wait).export(
+                self.out,
+                budget=self.budget,
+                point=self.point,
+                precision=self.precision,
+                any_size=self.any_size,
+                overwrite=self.overwrite,
+            )
         names = ("point", *COSTS, "precision")
         answer = {"file": str(made.file), **{name: getattr(made, name) for name in names}, "bytes": made.num_bytes}
         if made.quality and made.float32_quality:
@@ -110,7 +112,7 @@ class Export:
         from cnmm.run import Run
 
         with Bar() as bar:
-            ladder = Run(self.run, data=self.data).export_ladder(
+            ladder = Run(self.run, data=self.data, on_wait=bar.wait).export_ladder(
                 self.out,
                 num,
                 overwrite=self.overwrite,
@@ -171,7 +173,8 @@ class Report:
         require_torch()
         from cnmm.run import Run
 
-        path = Run(self.run, data=self.data).report(self.out)
+        with Bar() as bar:
+            path = Run(self.run, data=self.data, on_wait=bar.wait).report(self.out)
         return {"file": str(path), "bytes": path.stat().st_size}
 
     def show(self, answer: dict[str, Any]) -> None:

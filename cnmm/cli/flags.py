@@ -12,7 +12,7 @@ import inspect
 import itertools
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 from tyro.conf import arg
@@ -38,10 +38,14 @@ V = TypeVar("V")
 class Flags:
     """A group of flags; every generated one is a dataclass with this base."""
 
+    words: ClassVar[frozenset[str]] = frozenset()
+    """The flags of the command line: one that repeats its default was given, too."""
+
     def given(self) -> dict[str, Any]:
-        """The values that differ from the defaults: a flag that repeats its default overrides nothing."""
+        """The values that were given."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
-        return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields}
+        return {name: value for name, (value, default) in values.items() if value != default or name in self.words}
 
 
 def model_flags(names: Iterable[str] = MODEL) -> type[Flags]:
@@ -54,11 +58,15 @@ def variant_flags() -> type[Flags]:
     return model_flags(VARIANT)
 
 
-def training_flags(name: str = DEFAULT_RECIPE) -> type[Flags]:
-    """Flags of all fields of a recipe, with its values as defaults."""
+def training_flags(name: str = DEFAULT_RECIPE, args: Sequence[str] = ()) -> type[Flags]:
+    """Flags of all fields of a recipe, with its values as defaults; `args`: a command line that gives some."""
     values = {field.name: getattr(recipe(name), field.name) for field in dataclasses.fields(TrainConfig)}
     del values["recipe"]
-    return _flags("TrainingFlags", TrainConfig, values, "the recipe's")
+    made = _flags("TrainingFlags", TrainConfig, values, "the recipe's")
+    made.words = frozenset(
+        word.partition("=")[0].removeprefix("--").replace("-", "_") for word in args if word.startswith("--")
+    )
+    return made
 
 
 def asked_recipe(args: Sequence[str]) -> str:

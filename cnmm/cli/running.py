@@ -31,8 +31,11 @@ class Predict:
     """A ladder folder, a trained model such as fashion, or a run folder where torch is installed."""
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE...", help_behavior_hint="")]
     """Image files of any size, or folders of them."""
-    out: Annotated[Path | None, arg(aliases=["-o"], metavar="DIR", help_behavior_hint="")] = None
-    """Segmentation: a folder to write, with NAME.png (classes as pixel values) and NAME_overlay.png of every image."""
+    out: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE.jsonl|FILE.csv|DIR", help_behavior_hint="")] = None
+    """A file for the answers, written as they come; the same command leaves out what the file has, and goes on. Of
+    segmentation also a folder: NAME.png (classes as pixel values) and NAME_overlay.png of every image."""
+    shard: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="")] = None
+    """With a file: only every N-th image, by sorted path, from number I on (0/4 to 3/4 share the work of four)."""
     budgets: Annotated[str | None, arg(metavar="B,B,...", help_behavior_hint="")] = None
     """Segmentation: budgets such as 25%,50%,100% to compare; writes NAME_strip.png of every image to the folder."""
     budget: Annotated[str | None, arg(metavar="B", help_behavior_hint="(default: the best point)")] = None
@@ -59,9 +62,26 @@ class Predict:
             raise UserError("no images given; add the paths of image files")
         from cnmm.runtime.inputs import image_paths
 
+        recorded = self.out is not None and self.out.suffix in (".jsonl", ".csv")
+        if self.shard is not None and not recorded:
+            raise UserError(f"--shard {self.shard}: give a file for the answers, too: --out FILE.jsonl or FILE.csv")
         with ladder_of(self.source) as folder:
             files = image_paths(self.images)
+            if recorded and not self.budgets:
+                return self._recorded(folder, files)
             return self._compared(folder, files) if self.budgets else self._predicted(folder, files)
+
+    def _recorded(self, folder: Path, files: tuple[Path, ...]) -> dict[str, Any]:
+        from cnmm.runtime.records import parse_shard, predict_to_file
+        from cnmm.runtime.session import asked_session
+
+        assert self.out is not None
+        if self.shard is not None:
+            parse_shard(self.shard)
+        options: dict[str, Any] = {"runtime": self.runtime, "threads": self.threads, "latency": self.source}
+        with Bar() as bar, asked_session(folder, **options, **self.given()) as (session, asked):
+            done = predict_to_file(session, files, self.out, top=self.top, shard=self.shard, on_wait=bar.wait, **asked)
+        return {"file": str(done.file), "new": done.num_new, "known": done.num_known, "bad": done.num_bad}
 
     def _predicted(self, folder: Path, files: tuple[Path, ...]) -> dict[str, Any]:
         from cnmm.runtime.drawing import draw_labels
@@ -80,7 +100,8 @@ class Predict:
             | {"confidence": sure}
             for path, best, exit, sure, pictures in found
         ]
-        return {"point": answer.point, "macs": answer.macs, "time_ms": answer.time_ms, "results": results}
+        about = {"point": answer.point, "macs": answer.macs, "time_ms": answer.time_ms}
+        return {**about, **({"late": answer.late} if self.deadline_ms else {}), "results": results}
 
     def _compared(self, folder: Path, files: tuple[Path, ...]) -> dict[str, Any]:
         if self.given() or not self.out:
@@ -114,6 +135,11 @@ class Predict:
         return found
 
     def show(self, answer: dict[str, Any]) -> None:
+        if "new" in answer:
+            bad = f"; {answer['bad']:,} of these could not be read, and say why" if answer["bad"] else ""
+            before = f", beside {answer['known']:,} that were there" if answer["known"] else ""
+            say(f"written: {answer['file']}, {answer['new']:,} new answers{before}{bad}")
+            return
         if self.budgets:
             rows = []
             for one in answer["results"]:
@@ -136,6 +162,8 @@ class Predict:
         print_table(("file", "classes", *(("exit",) if by_exit else ())), rows, left=("file", "classes"))
         name = f"cascade {answer['point']}" if by_exit else f"point {answer['point']}"
         say(f"{name}, {short_count(round(answer['macs']))} macs per image, {answer['time_ms']:.2f} ms")
+        if answer.get("late"):
+            say(f"the deadline of {self.deadline_ms:g} ms was missed: the machine was busy")
         if self.out:
             say(f"written: {self.out}, the label map and an overlay of each image")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -12,9 +13,12 @@ from typing import Annotated, Any, Protocol, Self
 from tyro.conf import arg
 
 from cnmm._errors import printable
+from cnmm._progress import Waiting
 from cnmm.frontier import FrontierPoint
 
 NO_HINT = arg(help_behavior_hint="")
+SAY_EVERY_S = 30.0
+"""How often progress is said where there is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Verb(Protocol):
 
 
 class Bar:
-    """One line of progress on stderr, on terminals only; it leaves nothing behind."""
+    """Progress on stderr: on a terminal one line that leaves nothing behind, elsewhere a line now and then."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -52,7 +56,7 @@ class Bar:
         console = Console(stderr=True, markup=False, emoji=False)
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("", more="", total=1.0)
-        self.start = time.monotonic()
+        self.start = self.said = time.monotonic()
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -65,16 +69,34 @@ class Bar:
         """`done` is a share, from 0 to 1; without `left_s` the time left follows from it."""
         if left_s is None and done > 0:
             left_s = (time.monotonic() - self.start) * (1 - done) / done
-        left = "" if left_s is None else f"{int(left_s) // 60}:{int(left_s) % 60:02d} left"
-        self.bar.update(self.task, description=printable(what), completed=done, more=f"{more}  {left}".strip())
+        self._show(what, done, more, "" if left_s is None else f"{duration(left_s)} left")
+
+    def wait(self, waiting: Waiting) -> None:
+        """What somebody is waiting for; nothing is guessed here."""
+        left = "" if waiting.left_s is None else f"{duration(waiting.left_s)} left"
+        self._show(waiting.what, waiting.done, "", left)
+
+    def _show(self, what: str, done: float, more: str, left: str) -> None:
+        if not self.bar.disable:
+            self.bar.update(self.task, description=printable(what), completed=done, more=f"{more}  {left}".strip())
+        elif time.monotonic() - self.said >= SAY_EVERY_S:
+            say("  ".join(part for part in (f"{what}, {done:.0%}", more, left) if part))
+            self.said = time.monotonic()
 
     def say(self, line: str) -> None:
         """One line above the bar, which stays."""
         self.bar.console.print(printable(line), highlight=False, soft_wrap=True)
+        self.said = time.monotonic()
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours, minutes and seconds; never nothing while something is left."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ()) -> None:
-    """A table on stdout; only a terminal limits its width."""
+    """A table on stdout. Descriptions are wrapped at the width of a terminal; nothing is ever cut."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -84,7 +106,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: 
         table.add_column(column, justify="left" if column in left else "right", no_wrap=column != "description")
     for row in rows:
         table.add_row(*(printable(str(cell)) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False, emoji=False)
+    wraps = sys.stdout.isatty() and "description" in columns
+    console = Console(width=None if wraps else 2**16, highlight=False, markup=False, emoji=False)
     with console.capture() as text:
         console.print(table)
     print("\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n"))

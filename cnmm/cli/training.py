@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from tyro.conf import arg
 
+from cnmm._errors import UserError
 from cnmm.cli.evaluating import evaluation_row, show_exits
 from cnmm.cli.flags import DEFAULT_RECIPE, Flags, asked_recipe, training_flags, variant_flags, with_flags
 from cnmm.cli.signals import stopping
@@ -43,6 +44,8 @@ class Train:
     """Replace the run in --out."""
     skip_bad: Annotated[bool, NO_HINT] = False
     """Leave out images that cannot be read."""
+    size: Annotated[str | None, arg(metavar="N|HxW", help_behavior_hint="(default: suits the images)")] = None
+    """Pixels along the sides of images, to which all are fitted: 96, or height and width, 96x128."""
     training: Annotated[Flags, arg(constructor_factory=training_flags)]
     variant: Annotated[Flags, arg(constructor_factory=variant_flags)]
     common: Common = Common()
@@ -50,7 +53,7 @@ class Train:
     @classmethod
     def for_args(cls, args: Sequence[str]) -> type[Self]:
         """The verb where the defaults are those of the recipe that the arguments name."""
-        return with_flags(cls, training=training_flags(asked_recipe(args)))
+        return with_flags(cls, training=training_flags(asked_recipe(args), args))
 
     def answer(self) -> dict[str, Any]:
         require_torch()
@@ -66,8 +69,10 @@ class Train:
                 resume=self.resume,
                 overwrite=self.overwrite,
                 skip_bad=self.skip_bad,
+                size=parse_size(self.size),
                 on_step=bar.step,
                 on_epoch=bar.epoch,
+                on_wait=bar.wait,
                 should_stop=should_stop,
                 **self.training.given(),
                 **self.variant.given(),
@@ -78,6 +83,16 @@ class Train:
         if answer:  # process 0 speaks for all
             show_exits(answer)
             say(f"trained: {answer['run']}")
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """`96` or `96x128` as height and width."""
+    if text is None:
+        return None
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isascii() and side.isdigit() and len(side) < 6 for side in sides):
+        raise UserError(f"--size {text}: must be a number of pixels such as 96, or height and width such as 96x128")
+    return int(sides[0]), int(sides[-1])
 
 
 class TrainingBar(Bar):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cnmm._errors import UserError
+from cnmm._machine import usable_memory
 from cnmm.data.cifar import read_cifar
 from cnmm.data.dataset import ArraySplit, DataSet, channel_statistics
 from cnmm.data.fashion import FASHION_CLASSES, fashion_sample, read_fashion
@@ -30,7 +31,7 @@ from cnmm.data.streets import (
     own_files,
 )
 
-MEMORY_LIMIT = 4 * 2**30
+MEMORY_LIMIT = min(4 * 2**30, usable_memory() // 4)
 """Bytes of decoded images that are kept in memory."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -22,9 +22,18 @@ class Reread(Generic[T_co]):
 
     make: Callable[[], Iterable[T_co]]
     num: int
+    num_images: int
+    """In all batches."""
 
     def __len__(self) -> int:
         return self.num
 
     def __iter__(self) -> Iterator[T_co]:
         return iter(self.make())
+
+
+def num_images(batches: Batches[Any]) -> int:
+    """In all of some batches of images, or of images and labels."""
+    if isinstance(batches, Reread):
+        return batches.num_images
+    return sum(len(batch[0] if isinstance(batch, tuple | list) else batch) for batch in batches)

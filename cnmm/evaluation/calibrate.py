@@ -59,12 +59,13 @@ def measure_cascade(
     metric: str,
     split: str = "validation",
     kept: Kept | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_images: Callable[[OperatingPoint, int], None] = lambda point, num: None,
 ) -> tuple[Cascade, Mixture]:
     """The best of several cascades of a mixture, and the mixture with its statistics.
 
     They are cut by the flow averaged over the exits, to several sizes; the best has the highest mean quality over
     average budgets from 15 to 90 % of the full macs. `settle` gives the mixture with a point's own statistics.
+    `on_images` is told how many images have passed at a point, batch by batch.
     """
     table = CostTable.of(model.config)
     full = table.exit().macs
@@ -75,13 +76,12 @@ def measure_cascade(
         if point not in candidates:
             candidates.append(point)
     best: tuple[float, Cascade, Mixture] | None = None
-    for number, point in enumerate(candidates):
+    for point in candidates:
         settled = settle(point)
-        found = _measured(settled, point, validation, metric, split, kept or Kept())
+        found = _measured(settled, point, validation, metric, split, kept or Kept(), on_images)
         score = sum(found.quality_at(part * full) for part in BUDGETS) / len(BUDGETS)
         if best is None or score > best[0]:
             best = score, found, settled
-        on_progress(number + 1, len(candidates))
     assert best is not None
     return best[1], best[2]
 
@@ -93,12 +93,14 @@ def _measured(
     metric: str,
     split: str,
     kept: Kept,
+    on_images: Callable[[OperatingPoint, int], None],
 ) -> Cascade:
     macs = stage_macs(model.config, point)
     choices = task_of(model.config).choices(model.config.num_classes, metric)
     with torch.no_grad():
         for _, (images, target) in kept.sweep(batches, choices.state, choices.restore):
             choices.add(list(model.forward_exits(images, point).values()), target)
+            on_images(point, len(images))
     return calibrated(point.name, macs, choices, metric, split)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,6 +16,8 @@ from torch import Tensor
 from cnmm._errors import UserError
 from cnmm.evaluation.quality import Choices, Floats, Meter, Quality, Stacked, checked_metric
 
+TOP = 5
+"""An answer is counted as among the best if the right class is one of so many."""
 Z_95 = 1.959964
 """Standard deviations on either side of a mean that 95 % of a normal distribution lie within."""
 
@@ -45,8 +48,8 @@ class Classification:
         student, wanted = logits.float().log_softmax(1), teacher.float().log_softmax(1)
         return F.kl_div(student, wanted, reduction="batchmean", log_target=True)
 
-    def meter(self, num_classes: int) -> Meter:
-        return _Counts(self, num_classes)
+    def meter(self, num_classes: int, *, detailed: bool = False) -> Meter:
+        return _Confusion(self, num_classes) if detailed else _Counts(self, num_classes)
 
     def choices(self, num_classes: int, metric: str) -> Choices:
         return _Choices(self, self.check_metric(metric))
@@ -121,6 +124,41 @@ class _Counts:
         values = {"accuracy": int(self.right.sum()) / n, "mean_class_accuracy": (right / total).mean().item()}
         interval = wilson(values[metric], n) if metric == "accuracy" else mean_interval(right, total)
         return Quality(metric=metric, value=values[metric], low=interval[0], high=interval[1], n=n, all=values)
+
+
+class _Confusion(_Counts):
+    """Which class was taken for which, and how often the right one is among the best five, where there are more."""
+
+    def __init__(self, task: Classification, num_classes: int) -> None:
+        super().__init__(task, num_classes)
+        self.confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64)
+        self.among_best = torch.zeros(1, dtype=torch.int64)
+
+    def add(self, answers: Tensor, target: Tensor) -> None:
+        super().add(answers, target)
+        num, target = len(self.total), self.task.target(target)
+        predicted = answers.argmax(1) if answers.is_floating_point() else answers
+        self.confusion += torch.bincount(target * num + predicted, minlength=num * num).cpu()
+        if answers.is_floating_point() and num > TOP:
+            self.among_best += (answers.topk(TOP, 1).indices == target[:, None]).any(1).sum().cpu()
+
+    def state(self) -> dict[str, Tensor]:
+        return {**super().state(), "confusion": self.confusion, "among_best": self.among_best}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.confusion, self.among_best = state["confusion"], state["among_best"]
+
+    def quality(self, metric: str | None = None) -> Quality:
+        found, num = super().quality(metric), len(self.total)
+        more = {f"top{TOP}_accuracy": self.among_best.item() / found.n} if num > TOP else {}
+        pairs = zip(self.right.tolist(), self.total.tolist(), strict=True)
+        return dataclasses.replace(
+            found,
+            all={**found.all, **more},
+            per_class=tuple(right / total if total else None for right, total in pairs),
+            confusion=tuple(map(tuple, self.confusion.view(num, num).tolist())),
+        )
 
 
 def wilson(share: float, n: int, z: float = Z_95) -> tuple[float, float]:

@@ -10,28 +10,59 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
+from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
 from cnmm.evaluation.kept import Kept
 from cnmm.evaluation.task import task_of
-from cnmm.lattice import Edge, OperatingPoint, Orders
+from cnmm.lattice import Edge, OperatingPoint, Orders, build_lattice
 from cnmm.mixture import Mixture, Parts
 from cnmm.prune import Survivors, check_classifier, order_points
 
-DAMAGE_IMAGES = 256
-"""Training images that damage is measured on."""
+DAMAGE_IMAGES, DAMAGE_PHOTOS = 256, 64
+"""Training images that damage is measured on: small ones, and large ones."""
+PASSES_PER_CUT = 1.2
+"""What a cut takes, in passes of its exit with nothing cut: candidates are many, and most of their maps are known."""
 
 
-def measure_orders(model: Mixture, images: Tensor, kept: Kept | None = None) -> Orders:
-    """The orders of all exits by damage, for `model.orders`; `images`: normalised training images, one batch."""
+def measure_orders(
+    model: Mixture,
+    images: Tensor,
+    kept: Kept | None = None,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Orders:
+    """The orders of all exits by damage, for `model.orders`; `images`: normalised training images, one batch.
+
+    `on_progress` is told the share of the work that is done.
+    """
     found: dict[str, Tensor] = {}
+    work = _work(model.config)
     for _, exit in (kept or Kept()).sweep(model.config.exit_numbers, lambda: found, found.update):
-        found[str(exit)] = torch.tensor(damage_cuts(model, images, exit), dtype=torch.int64).view(-1, 2)
+        before = sum(own for other, own in work.items() if other < exit)
+
+        def report(done: float, before: float = before, own: float = work[exit]) -> None:
+            on_progress((before + done * own) / sum(work.values()))
+
+        found[str(exit)] = torch.tensor(damage_cuts(model, images, exit, report), dtype=torch.int64).view(-1, 2)
     return {int(exit): tuple((i, j) for i, j in cuts.tolist()) for exit, cuts in found.items()}
+
+
+def damage_passes(config: MixtureConfig) -> float:
+    """About how many passes of the full mixture `measure_orders` takes."""
+    return sum(_work(config).values()) / CostTable.of(config).exit().macs
+
+
+def _work(config: MixtureConfig) -> dict[int, float]:
+    """About how many macs an image takes, by exit."""
+    costs, lattice = CostTable.of(config), build_lattice(config)
+    return {
+        exit: PASSES_PER_CUT * len(lattice.exit_edges(exit)) * costs.exit(exit).macs for exit in config.exit_numbers
+    }
 
 
 def damage_order(model: Mixture, images: Tensor, exit: int | None = None) -> list[OperatingPoint]:
@@ -41,12 +72,15 @@ def damage_order(model: Mixture, images: Tensor, exit: int | None = None) -> lis
 
 
 @torch.no_grad()
-def damage_cuts(model: Mixture, images: Tensor, exit: int) -> tuple[Edge, ...]:
+def damage_cuts(
+    model: Mixture, images: Tensor, exit: int, on_progress: Callable[[float], None] = lambda done: None
+) -> tuple[Edge, ...]:
     """The edges of an exit in the order in which they are cut, until one network is left."""
     if model.config.mixing == "sum":
         raise UserError("mixing='sum' has no gates, so nothing can be cut")
     gauge, costs = _Gauge(model, images, exit), CostTable.of(model.config)
     left = Survivors(model.lattice.exit_edges(exit))
+    num = len(left.edges)
     now = gauge.settle(left.edges)
     known: dict[Edge, float] = {}
     """What a cut would add to the damage, as last measured."""
@@ -64,6 +98,7 @@ def damage_cuts(model: Mixture, images: Tensor, exit: int) -> tuple[Edge, ...]:
         left.cut(best)
         cuts.append(best)
         now = gauge.settle(left.edges)
+        on_progress(1 - (len(left.edges) / num) ** 2)  # what is left becomes cheaper cut by cut
     return tuple(cuts)
 
 

@@ -103,11 +103,12 @@ class Engine:
         if sweep.done:
             tick(sweep.done, fresh=False)
         self.model.train()
+        shares = self._shares(points)
         for count, images in sweep:
             for module in self._statistics:
                 module.momentum = 1 / count  # a plain average
-            for _ in self._sweep(points, images, known):
-                tick(1 / len(points))
+            for point, _ in self._sweep(points, images, known):
+                tick(shares[point])
         self.model.eval()
         if not sweep.done:
             raise UserError("no images to estimate statistics on")
@@ -138,15 +139,27 @@ class Engine:
         sweep = (kept or Kept()).sweep(batches, state, restore)
         if sweep.done:
             tick(sweep.done, fresh=False)
+        shares = self._shares(points)
         for _, (images, target) in sweep:
             for point, logits in self._sweep(points, images, {} if raw else self.known):
                 meters[point.name].add(logits, target)
-                tick(1 / len(points))
+                tick(shares[point])
         return {name: meter.quality(metric) for name, meter in meters.items()}
 
     def buffers(self, point: OperatingPoint) -> dict[str, Tensor]:
         """The re-estimated statistics of a point."""
         return {name: tensor for key in self.keys[point].values() for name, tensor in self.known[key].items()}
+
+    def _shares(self, points: Sequence[OperatingPoint]) -> dict[OperatingPoint, float]:
+        """What each point adds to the work of a batch, where those before it are done: shares of all of it."""
+        seen: set[int] = set()
+        macs = {}
+        for point in points:
+            new = set(self.keys[point].values()) - seen
+            macs[point] = sum(map(self._macs, new))
+            seen |= new
+        whole = max(sum(macs.values()), 1)
+        return {point: own / whole for point, own in macs.items()}
 
     def _take_in(self, point: OperatingPoint) -> dict[int, int]:
         """Keys of the nodes of a point."""

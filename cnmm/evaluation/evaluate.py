@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -21,14 +21,17 @@ def evaluate_exits(
     point: OperatingPoint | None = None,
     *,
     metric: str | None = None,
+    detailed: bool = False,
     monte_carlo: int = 0,
     hard: bool = False,
     temperature: float = 2.0,
     generator: torch.Generator | None = None,
+    on_images: Callable[[int], None] = lambda num: None,
 ) -> dict[int, Quality]:
     """Quality of every exit that the point reaches, by expectation; or of its last exit by Monte-Carlo samples.
 
-    `hard` samples are single networks of the mixture; relaxed ones have a `temperature`.
+    `detailed`: class by class. `hard` samples are single networks of the mixture; relaxed ones have a `temperature`.
+    `on_images` is told after every batch how many images it had.
     """
     task = task_of(model.config)
     metric = task.check_metric(metric)
@@ -46,7 +49,8 @@ def evaluate_exits(
             else:
                 scores = model.forward_exits(images, point)
             for exit, score in scores.items():
-                meters.setdefault(exit, task.meter(model.config.num_classes)).add(score, target)
+                meters.setdefault(exit, task.meter(model.config.num_classes, detailed=detailed)).add(score, target)
+            on_images(len(images))
     finally:
         model.train(was_training)
     if not meters:

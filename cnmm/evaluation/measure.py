@@ -9,7 +9,6 @@ all, should they be too many, is decided from coarse to fine (`first_points`, `n
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,11 @@ import torch
 from torch import Tensor
 
 from cnmm._errors import UserError
-from cnmm.evaluation.batches import Batches
+from cnmm._progress import Clock
+from cnmm.cost import CostTable
+from cnmm.evaluation.batches import Batches, num_images
 from cnmm.evaluation.calibrate import SHARES, measure_cascade
-from cnmm.evaluation.engine import Engine
+from cnmm.evaluation.engine import Engine, Tick
 from cnmm.evaluation.kept import Kept
 from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.search import Curve, Rules, cutting_curves, first_points, next_points
@@ -33,6 +34,10 @@ ALL_AT_ONCE = 20
 """All points are measured if that costs no more than so many passes of the full mixture; else there is a search."""
 NUM_POINTS = 96
 """Points that a search measures at most, unless told."""
+USUAL = {"damage": 1.0, "statistics": 1.5, "evaluation": 1.2, "best points": 1.2, "cascade": 1.5}
+"""How long a pass of the full mixture takes in each part of a measurement, relative to one another."""
+BEST_SHARE, MOST_BEST = 0.5, 8.0
+"""What the best points take, as a share of what all points take, and in passes: until it is known which they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +45,13 @@ class Progress:
     """What `measure` reports while it works."""
 
     done: float
-    """Share of the work, in macs; an estimate, because the search may end early."""
+    """Share of the work; an estimate, because the search may end early."""
     left_s: float
-    """Estimated time to the end."""
+    """Estimated time to the end of everything."""
     num_points: int
     """Points measured so far, with those under way."""
+    what: str = "measuring points"
+    """What is being done."""
 
 
 @torch.no_grad()
@@ -62,6 +69,7 @@ def measure(
     metric: str | None = None,
     split: str = "validation",
     kept: Kept | None = None,
+    clock: Clock | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Frontier:
     """Quality and macs of many operating points on batches of images and labels, in search of the upper envelope.
@@ -78,10 +86,14 @@ def measure(
     coarse to fine. `points`: exactly these are measured. A `cascade` is measured as well, if there are several exits.
 
     `kept`: where what was measured is kept meanwhile, so that a measurement that was killed goes on from there.
+    `clock`: one that has seen what was done before.
     """
     _check(validation=validation, statistics=statistics, test=test)
     metric = task_of(model.config).check_metric(metric)
-    run = _Measuring(model, validation, statistics, metric, split, kept or Kept(), on_progress)
+    several = len(model.config.exit_numbers) > 1 and model.config.mixing == "gates"
+    meter = _Meter(clock or Clock(USUAL), on_progress, CostTable.of(model.config).exit().macs)
+    run = _Measuring(model, validation, statistics, metric, split, kept or Kept(), meter)
+    run.plan(again=raw, test=test, cascade=cascade and several)
     curves = [] if points is not None else cutting_curves(model, rule)
     if points is None and num_points is None:
         points = _all_at_once(model, curves)
@@ -90,7 +102,6 @@ def measure(
     else:
         run.search(curves, NUM_POINTS if num_points is None else num_points)
     frontier = run.finish(raw=raw, test=test)
-    several = len(model.config.exit_numbers) > 1 and model.config.mixing == "gates"
     return run.add_cascade(frontier) if cascade and several else frontier
 
 
@@ -105,23 +116,40 @@ class _Measuring:
         metric: str,
         split: str,
         kept: Kept,
-        on_progress: Callable[[Progress], None],
+        meter: _Meter,
     ) -> None:
         self.model, self.validation, self.statistics, self.kept = model, validation, statistics, kept
         self.metric, self.split = metric, split
-        self.engine, self.meter = Engine(model), _Meter(on_progress)
+        self.engine, self.meter = Engine(model), meter
+        self.num_statistics = 0 if statistics is None else num_images(statistics)
+        self.num_validation = num_images(validation)
+        self.num_best = 0
+        """Images on which the best points are measured once more."""
         self.points: dict[str, OperatingPoint] = {}
         self.found: dict[str, FrontierPoint] = {}
 
+    def plan(self, *, again: bool, test: Batches[tuple[Tensor, Tensor]] | None, cascade: bool) -> None:
+        """What will follow the points: the best of them once more, and a cascade."""
+        self.num_best = self.num_validation if again and self.statistics is not None else 0
+        self.num_best += 0 if test is None else num_images(test)
+        if cascade:
+            self.meter.plan("cascade", sum(SHARES) * (self.num_statistics + self.num_validation))
+
     def add(self, points: Iterable[OperatingPoint], *, later: int) -> None:
         """Measures points; so many more may follow `later`."""
-        chosen = self.engine.ordered(points)
+        chosen, meter = self.engine.ordered(points), self.meter
         self.points |= {point.name: point for point in chosen}
-        share = len(chosen) / (len(chosen) + later)
-        self.meter.begin(len(self.points), self.engine.macs(chosen), [self.statistics, self.validation], share)
+        own = self.engine.macs(chosen) / meter.full
+        whole = own * (len(chosen) + later) / len(chosen)
+        meter.num_points = len(self.points)
+        meter.plan("statistics", whole * self.num_statistics)
+        meter.plan("evaluation", whole * self.num_validation)
+        meter.plan("best points", min(BEST_SHARE * whole, MOST_BEST) * self.num_best)
         if self.statistics is not None:
-            self.engine.estimate(chosen, self.statistics, self.meter.tick, self.kept)
-        qualities = self._qualities(chosen, self.validation, raw=self.statistics is None)
+            tick = meter.begin("statistics", own * self.num_statistics / max(1, len(self.statistics)))
+            self.engine.estimate(chosen, self.statistics, tick, self.kept)
+        tick = meter.begin("evaluation", own * self.num_validation / max(1, len(self.validation)))
+        qualities = self._qualities(chosen, self.validation, tick, raw=self.statistics is None)
         self.found |= {point.name: self._measured(point, qualities[point.name]) for point in chosen}
 
     def search(self, curves: Sequence[Curve], num: int) -> None:
@@ -137,26 +165,28 @@ class _Measuring:
         engine, only_raw = self.engine, self.statistics is None
         frontier = self._frontier()
         best = engine.ordered(self.points[point.name] for point in frontier.envelope())
-        again = self.validation if raw and not only_raw else None
-        self.meter.begin(len(self.points), engine.macs(best), [again, test])
+        own, meter = engine.macs(best) / self.meter.full, self.meter
+        meter.plan("statistics", 0)
+        meter.plan("evaluation", 0)
+        meter.plan("best points", own * self.num_best)
         if raw:
             known = {name: point.quality for name, point in self.found.items()}
-            if again is not None:
-                known = {name: quality.value for name, quality in self._qualities(best, again, raw=True).items()}
+            if not only_raw:
+                tick = meter.begin("best points", own * self.num_validation / max(1, len(self.validation)))
+                again = self._qualities(best, self.validation, tick, raw=True)
+                known = {name: quality.value for name, quality in again.items()}
             for name, value in known.items():
                 self.found[name] = dataclasses.replace(self.found[name], raw_quality=value)
         if test is not None:
-            for name, quality in self._qualities(best, test, raw=only_raw).items():
+            tick = meter.begin("best points", own * num_images(test) / max(1, len(test)))
+            for name, quality in self._qualities(best, test, tick, raw=only_raw).items():
                 tested = dataclasses.replace(self.found[name], test_quality=quality.value, test_n=quality.n)
                 self.found[name] = tested
         return self._frontier({} if only_raw else {point.name: engine.buffers(point) for point in best})
 
     def add_cascade(self, frontier: Frontier) -> Frontier:
         """The frontier with its cascade, whose statistics are re-estimated like those of the points."""
-        macs = round(sum(SHARES) * frontier.full_macs)
-        batches = [self.statistics, self.validation]
-        self.meter.begin(len(self.points), macs, batches)
-        num = sum(len(each) for each in batches if each is not None)
+        self.meter.what = "measuring early exit"
         cascade, settled = measure_cascade(
             self.model,
             self.validation,
@@ -164,20 +194,23 @@ class _Measuring:
             metric=self.metric,
             split=self.split,
             kept=self.kept,
-            on_progress=lambda _, total: self.meter.tick(num / total),
+            on_images=self._tick_cascade,
         )
         buffers = {} if self.statistics is None else {cascade.point: dict(settled.named_buffers())}
         return dataclasses.replace(frontier, cascade=cascade, buffers={**frontier.buffers, **buffers})
 
+    def _tick_cascade(self, point: OperatingPoint, num: int) -> None:
+        self.meter.tick("cascade", num * self.engine.costs.point(point).macs / self.meter.full)
+
     def _qualities(
-        self, points: Sequence[OperatingPoint], batches: Batches[tuple[Tensor, Tensor]], *, raw: bool
+        self, points: Sequence[OperatingPoint], batches: Batches[tuple[Tensor, Tensor]], tick: Tick, *, raw: bool
     ) -> dict[str, Quality]:
-        return self.engine.evaluate(points, batches, self.meter.tick, metric=self.metric, raw=raw, kept=self.kept)
+        return self.engine.evaluate(points, batches, tick, metric=self.metric, raw=raw, kept=self.kept)
 
     def _settled(self, point: OperatingPoint) -> Mixture:
         if self.statistics is None:
             return with_statistics(self.model, {})
-        return reestimated(self.model, self.statistics, point, self.kept)
+        return reestimated(self.model, self.statistics, point, self.kept, lambda num: self._tick_cascade(point, num))
 
     def _frontier(self, buffers: Mapping[str, Mapping[str, Tensor]] | None = None) -> Frontier:
         costs = self.engine.costs
@@ -208,32 +241,41 @@ class _Measuring:
 
 
 class _Meter:
-    """Share of the work and time left, from the macs that were evaluated."""
+    """Share of the work and time left, in passes of the full mixture."""
 
-    def __init__(self, on_progress: Callable[[Progress], None]) -> None:
-        self.on_progress = on_progress
-        self.start = time.monotonic()
-        self.num_points = 0
-        self.macs = 0.0
-        self.known = 0.0
-        """Of these macs, those that a process before this one has evaluated."""
-        self.total = 0.0
-        self.done = 0.0
+    def __init__(self, clock: Clock, on_progress: Callable[[Progress], None], full: int) -> None:
+        self.clock, self.on_progress, self.full = clock, on_progress, full
+        self.num_points, self.done, self.what = 0, 0.0, "measuring points"
+        self.clock.skip()
 
-    def begin(self, num_points: int, macs: int, batches: Sequence[Batches[object] | None], share: float = 1.0) -> None:
-        """A round begins that evaluates `macs` per image; it is a `share` of all that is left."""
-        self.num_points = num_points
-        self.unit = macs
-        self.total = self.macs + macs * sum(len(each) for each in batches if each is not None) / share
+    def plan(self, kind: str, passes: float) -> None:
+        self.clock.plan(kind, passes)
 
-    def tick(self, part: float, *, fresh: bool = True) -> None:
-        """A part of a batch is done: just now, or by a process before this one."""
-        self.macs += part * self.unit
-        self.known += 0 if fresh else part * self.unit
-        self.done = max(self.done, min(self.macs / self.total, 1.0))
-        own = self.done - self.known / self.total
-        left_s = (time.monotonic() - self.start) * (1 - self.done) / max(own, 1e-9)
-        self.on_progress(Progress(done=self.done, left_s=left_s, num_points=self.num_points))
+    def begin(self, kind: str, passes: float) -> Tick:
+        """A sweep over batches begins, each of which takes so many passes."""
+        self.clock.skip()
+
+        def tick(part: float, *, fresh: bool = True) -> None:
+            self.tick(kind, part * passes, fresh=fresh)
+
+        return tick
+
+    def tick(self, kind: str, passes: float, *, fresh: bool = True) -> None:
+        """So much is done: just now, or by a process before this one."""
+        self.clock.tick(kind, passes, fresh=fresh)
+        self.done = max(self.done, self.clock.done)
+        left_s = self.clock.left_s or 0.0
+        self.on_progress(Progress(done=self.done, left_s=left_s, num_points=self.num_points, what=self.what))
+
+
+def expected_passes(model: Mixture) -> float:
+    """About how many passes of the full mixture an image will take, before cutting orders by damage are known."""
+    curves = cutting_curves(model, "both")
+    points, full = _all_at_once(model, curves), CostTable.of(model.config).exit().macs
+    if points is None:
+        return float(ALL_AT_ONCE)
+    engine = Engine(model)
+    return 1.3 * engine.macs(engine.ordered(points)) / full + sum(SHARES)
 
 
 def _all_at_once(model: Mixture, curves: Sequence[Curve]) -> list[OperatingPoint] | None:

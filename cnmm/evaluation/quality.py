@@ -31,7 +31,10 @@ class Quality:
     all: Mapping[str, float]
     """The value of every metric of the task."""
     per_class: tuple[float | None, ...] = ()
-    """Of pixels: the IoU of every class; None where a class occurs neither in labels nor in answers."""
+    """Of pixels: the IoU of every class; None where a class occurs neither in labels nor in answers. Of images, where
+    it was asked for: the accuracy of every class; None of a class without images."""
+    confusion: tuple[tuple[int, ...], ...] = ()
+    """Of images, where it was asked for: how many of each class (rows) were taken for each class (columns)."""
 
 
 class Resumable(Protocol):
@@ -107,7 +110,8 @@ class Task(Protocol):
     def distil(self, logits: Tensor, teacher: Tensor) -> Tensor:
         """How far predictions are from those of a teacher, averaged over the batch: KL(teacher || student)."""
 
-    def meter(self, num_classes: int) -> Meter: ...
+    def meter(self, num_classes: int, *, detailed: bool = False) -> Meter:
+        """What compares answers with targets; `detailed`: class by class, where that takes more than a few counts."""
 
     def choices(self, num_classes: int, metric: str) -> Choices:
         """For early exit, measured by a metric."""

@@ -15,7 +15,9 @@ from PIL.Image import Image as Picture
 
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import draw_lattice, picture
+from cnmm.evaluation.classification import TOP
 from cnmm.evaluation.plot import plot_frontier
+from cnmm.evaluation.quality import Quality
 from cnmm.evaluation.strips import class_rows, plot_classes
 from cnmm.frontier import Frontier, FrontierPoint, metric_words
 from cnmm.mixture import Mixture
@@ -24,6 +26,9 @@ from cnmm.pictures import to_png
 from cnmm.prune import named_point
 
 NUM_EXAMPLES = 12
+MOST_CLASSES = 40
+"""Of a confusion matrix that is shown whole."""
+TOP_NAME = f"top{TOP}_accuracy"
 SHARES = (1.0, 0.5, 0.25)
 """Budgets that are drawn and compared, as parts of the full macs; the cheapest point of all joins them."""
 
@@ -68,18 +73,22 @@ def report_page(
     data: str,
     latency: Mapping[str, float],
     examples: Examples | PixelExamples | None = None,
+    quality: Quality | None = None,
 ) -> str:
-    """The page. `data`: what the images are called; `latency`: p95 milliseconds by point on this machine."""
+    """The page. `data`: what the images are called; `latency`: p95 milliseconds by point on this machine.
+
+    `quality`: of the full mixture on held-out images, class by class.
+    """
     shown = shown_points(frontier)
     first = frontier.points[0]
     about = f"{len(frontier.points)} operating points measured on {first.n:,} {first.split} images, "
     about += f"{first.statistics} statistics. One set of weights; no retraining between points."
-    quality = metric_words(frontier.metric).capitalize()
+    metric = metric_words(frontier.metric).capitalize()
     parts = [
         f"<h1>{_text(frontier.model)}</h1>",
         f'<p class="about">{_text(data)}. {_text(about)}</p>',
-        f"<h2>{_text(quality)} against cost</h2>",
-        _image(picture(plot_frontier(frontier, latency), ".svg"), "svg+xml", f"{quality} against cost"),
+        f"<h2>{_text(metric)} against cost</h2>",
+        _image(picture(plot_frontier(frontier, latency), ".svg"), "svg+xml", f"{metric} against cost"),
         "<h2>The best point for every budget</h2>",
         _table(*_envelope_rows(frontier, latency)),
         "<h2>Exits, nothing cut</h2>",
@@ -88,6 +97,7 @@ def report_page(
         "<h2>What runs at which budget</h2>",
         "<p>Edge width shows how many networks of the mixture use the edge; what is pale is not computed.</p>",
         _drawings(model, frontier, shown),
+        *(_classes(quality, examples.classes) if quality and isinstance(examples, Examples) else []),
         *([_examples(examples, shown)] if isinstance(examples, Examples) else []),
         *(_pixel_examples(examples, frontier, shown) if isinstance(examples, PixelExamples) else []),
     ]
@@ -175,6 +185,39 @@ def _drawings(model: Mixture, frontier: Frontier, shown: Sequence[FrontierPoint]
         image = _image(drawing, "svg+xml", words)
         figures.append(f"<figure>{image}<figcaption>{_text(words)}</figcaption></figure>")
     return f'<div class="drawings">{"".join(figures)}</div>'
+
+
+def _classes(quality: Quality, classes: Sequence[str]) -> Iterable[str]:
+    """Accuracy of every class, and which are taken for which: a matrix, or of many classes the worst."""
+    if not quality.confusion:
+        return
+    top = (
+        f" The right class is among the best five of {_percent(quality.all[TOP_NAME])} %."
+        if TOP_NAME in quality.all
+        else ""
+    )
+    yield "<h2>Every class</h2>"
+    yield f"<p>{quality.n:,} held-out images, nothing cut. Rows are the labels, columns the answers.{top}</p>"
+    whole = len(classes) <= MOST_CLASSES
+    heads = [*(f"<th>{_text(name)}</th>" for name in classes)] if whole else ["<th>most often taken for</th>"]
+    rows = []
+    for number, (name, value, counts) in enumerate(zip(classes, quality.per_class, quality.confusion, strict=True)):
+        wrong = sorted(((-count, k) for k, count in enumerate(counts) if count and k != number))[:3]
+        cells = [_cell(count, sum(counts), k == number) for k, count in enumerate(counts)]
+        if not whole:
+            cells = [f"<td>{_text(', '.join(f'{classes[k]} {-count:,}' for count, k in wrong))}</td>"]
+        rows.append(
+            f"<tr><td>{_text(name)}</td><td>{sum(counts):,}</td><td>{_percent(value)}</td>{''.join(cells)}</tr>"
+        )
+    first = "<th>class</th><th>images</th><th>accuracy %</th>"
+    yield f"<table><tr>{first}{''.join(heads)}</tr>{''.join(rows)}</table>"
+
+
+def _cell(count: int, total: int, right: bool) -> str:
+    """A count of a confusion matrix, the darker the larger its share of the row."""
+    red, green, blue = (47, 133, 90) if right else (184, 50, 50)
+    style = f' style="background: rgba({red}, {green}, {blue}, {0.6 * count / max(total, 1):.2f})"' if count else ""
+    return f"<td{style}>{f'{count:,}' if count else ''}</td>"
 
 
 def _examples(examples: Examples, shown: Sequence[FrontierPoint]) -> str:

@@ -62,7 +62,7 @@ class Segmentation:
         student, wanted = logits.float().log_softmax(1), teacher.float().log_softmax(1)
         return F.kl_div(student, wanted, reduction="sum", log_target=True) / (wanted.numel() // wanted.shape[1])
 
-    def meter(self, num_classes: int) -> Meter:
+    def meter(self, num_classes: int, *, detailed: bool = False) -> Meter:
         return _Counts(self, num_classes)
 
     def choices(self, num_classes: int, metric: str) -> Choices:

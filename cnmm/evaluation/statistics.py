@@ -7,7 +7,7 @@ Points with re-estimated statistics do not share one set of running averages, so
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -28,8 +28,12 @@ def reestimated(
     batches: Iterable[Tensor],
     point: OperatingPoint | None = None,
     kept: Kept | None = None,
+    on_images: Callable[[int], None] = lambda num: None,
 ) -> Mixture:
-    """A copy whose statistics are those of expectation mode at a point, averaged over batches of images (no labels)."""
+    """A copy whose statistics are those of expectation mode at a point, averaged over batches of images (no labels).
+
+    `on_images` is told after every batch how many images it had.
+    """
     model = copy.deepcopy(model).train()
     statistics = [module for module in model.modules() if isinstance(module, Statistics)]
     buffers = dict(model.named_buffers())
@@ -43,6 +47,7 @@ def reestimated(
         for module in statistics:
             module.momentum = 1 / count  # a plain average
         model.forward_exits(images, point)
+        on_images(len(images))
     if not sweep.done:
         raise UserError("no images to estimate statistics on")
     for module in statistics:

@@ -43,6 +43,13 @@ class Prediction:
     """Of the whole call."""
     labels: tuple[Labels, ...] = ()
     """Of segmentation: the class of every pixel, uint8 [H, W], each image at its own size."""
+    deadline_ms: float | None = None
+    """What was asked for, if it was a deadline."""
+
+    @property
+    def late(self) -> bool:
+        """Was a deadline missed? Nobody but the machine can promise one."""
+        return self.deadline_ms is not None and self.time_ms > self.deadline_ms
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.confidence).all():

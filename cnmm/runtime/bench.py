@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,13 @@ MOST_IMAGES, MOST_BYTES = 2**16, 2**30
 MOST_SECONDS = 3600
 ROUNDS = 5
 """Turns of each point in a measurement."""
+BUSY = 2.0
+"""How far the 95th percentile lies above the median at most where nothing else runs."""
+ENOUGH_S = 0.5
+"""Seconds for a point from which on that can be said."""
 Progress = Callable[[str, float], None]
+
+logger = logging.getLogger("cnmm")
 
 
 def bench(
@@ -95,6 +102,12 @@ def time_session(
         turns[name].append(time_calls(call, seconds=seconds / ROUNDS))
     medians = {name: percentile([median for median, _, _ in own], 50) for name, own in turns.items()}
     spread = percentile([p95 / medians[name] for name, own in turns.items() for _, p95, _ in own], 95)
+    if spread > BUSY and seconds >= ENOUGH_S:
+        logger.warning(
+            "the machine is busy with something else: the 95th percentile lies %.1f times above the median, so budgets "
+            "in ms will be far too careful; measure again when it is quiet, or with a larger --seconds",
+            spread,
+        )
     points = [
         Timing(
             point=point.name,

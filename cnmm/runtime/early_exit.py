@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +16,34 @@ from cnmm._errors import UserError
 from cnmm.cascade import Cascade
 from cnmm.runtime.answers import Answers
 from cnmm.runtime.engines import Chain, Images, Indices
+from cnmm.runtime.latency import percentile
+
+RECENT = 200
+"""Stages that ran lately, by which it is judged how fast the machine is now."""
+
+
+class StageTimes:
+    """How long the stages of a cascade take, in milliseconds: as measured at the start, times how the machine is now.
+
+    Whatever else a machine does slows down all stages, so that one factor holds for all of them: the 95th percentile of
+    what the stages that ran lately took, relative to their times at the start. The first stage always runs, so what was
+    learned in a slow moment is unlearned after it. Threads may learn at the same time.
+    """
+
+    def __init__(self, p95_ms: Sequence[float]) -> None:
+        self._start = tuple(p95_ms)
+        self._ratios: deque[float] = deque((1.0,) * (RECENT // 4), RECENT)
+        self._factor = 1.0
+
+    @property
+    def p95_ms(self) -> tuple[float, ...]:
+        """Of each stage, one image, as it is now."""
+        return tuple(self._factor * ms for ms in self._start)
+
+    def learn(self, times_ms: Sequence[float]) -> None:
+        """The first stages, of one image, have just taken so long."""
+        self._ratios.extend(ms / max(start, 1e-6) for ms, start in zip(times_ms, self._start, strict=False))
+        self._factor = percentile(self._ratios.copy(), 95)
 
 MayBegin = Callable[[int, int, float], bool]
 """May a stage, counted from 0, begin with so many images? The third is the part of all images of the call that has
@@ -32,7 +62,12 @@ class CascadeRunner:
     cascade: Cascade
     chain: Chain
     p95_ms: tuple[float, ...]
-    """Time of each stage, one image."""
+    """Time of each stage at the start, one image."""
+    times: StageTimes = field(init=False)
+    """What has been learned of them since."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "times", StageTimes(self.p95_ms))
 
     def leave_early(
         self,
@@ -68,11 +103,15 @@ class CascadeRunner:
         The first stage always runs.
         """
         end -= answers.finishing_ms / 1e3
+        p95_ms, marks = self.times.p95_ms, [time.perf_counter()]
         with closing(self.chain.walk(image)) as walk:
             found, done = next(walk), 1
-            while done < len(self.p95_ms) and time.perf_counter() + self.p95_ms[done] / 1e3 <= end:
+            marks.append(time.perf_counter())
+            while done < len(p95_ms) and marks[-1] + p95_ms[done] / 1e3 <= end:
                 found, done = walk.send(None), done + 1
+                marks.append(time.perf_counter())
             answers.take(np.array([0]), found, self.cascade.exits[done - 1], answers.confidence(found))
+        self.times.learn([1e3 * (after - before) for before, after in itertools.pairwise(marks)])
 
     def spent(self, answers: Answers) -> float:
         """Macs per image, of the stages that ran."""

@@ -17,30 +17,23 @@ from PIL import Image
 from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.data.dataset import Images
-from cnmm.data.images import (
-    IMAGE_SUFFIXES,
-    decode_bytes,
-    decode_image,
-    fit_image,
-    in_threads,
-    opened_bytes,
-    shown_size,
-)
+from cnmm.data.folder import image_files
+from cnmm.data.images import decode_bytes, decode_image, fit_image, in_threads, opened_bytes, shown_size
 
-OneImage = str | os.PathLike[str] | Image.Image
+OneImage = str | os.PathLike[str] | Image.Image | npt.NDArray[np.uint8]
 _FIX = "give another file"
 MOST_SENT_PIXELS = 2**25
 """Of an image that somebody sends: 100 MB as RGB."""
 
 
 def image_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Image files; a folder stands for those in it, by name."""
+    """Image files; a folder stands for those in it and in its folders, by name."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+        inside = image_files(path)
         if not inside:
             raise UserError(f"{path}: no images in this folder; give files, or a folder of images")
         found += inside
@@ -48,12 +41,12 @@ def image_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def to_batch(images: Any, size: tuple[int, int], channels: int) -> Images:
-    """Files and Pillow's images, one or several, as a uint8 array [N, H, W, C]."""
+    """Files, Pillow's images and arrays of any size, one or several, as a uint8 array [N, H, W, C]."""
     many = _listed(images)
     batch = np.empty((len(many), *size, channels), np.uint8)
 
     def fit(index: int) -> None:
-        batch[index] = _one_image(many[index], size, channels)
+        batch[index] = read_image(many[index], size, channels)
 
     if len(many) == 1:
         fit(0)
@@ -72,7 +65,7 @@ def to_pictures(images: Any, channels: int) -> list[Images]:
     def read(index: int) -> None:
         image: Any = many[index]
         if not isinstance(image, np.ndarray):
-            pictures[index] = _one_image(image, None, channels)
+            pictures[index] = read_image(image, None, channels)
         elif image.ndim == 3:
             (pictures[index],) = _check_pictures(image, channels)
         else:
@@ -127,16 +120,19 @@ def sent_size(data: bytes) -> tuple[str, tuple[int, int]]:
         return str(image.format), shown_size(image)
 
 
-def _one_image(image: Any, size: tuple[int, int] | None, channels: int) -> Images:
+def read_image(image: Any, size: tuple[int, int] | None, channels: int) -> Images:
+    """A file, an image of Pillow's or an array as uint8 [H, W, C], fitted to `size` (None: of its own)."""
     if isinstance(image, Image.Image):
         try:
             colours = fit_image(image, size)
         except (OSError, SyntaxError) as error:
             raise UserError(f"{image!r} cannot be decoded: {error}") from None
+    elif isinstance(image, np.ndarray):
+        colours = fit_image(_from_array(image), size)
     elif isinstance(image, str | os.PathLike):
         colours = decode_image(Path(image), size, fix=_FIX)
     else:
-        raise UserError(f"an image is a path or a Pillow image, or all are one uint8 array, not {type(image).__name__}")
+        raise UserError(f"an image is a path, a Pillow image or a uint8 array, not {type(image).__name__}")
     return _as_channels(colours, channels)
 
 
@@ -144,3 +140,14 @@ def _as_channels(colours: Images, channels: int) -> Images:
     if channels not in (1, 3):
         raise UserError(f"images of {channels} channels cannot be read from files; give arrays")
     return colours if channels == 3 else np.asarray(Image.fromarray(colours).convert("L"))[..., np.newaxis]
+
+
+def _from_array(image: npt.NDArray[Any]) -> Image.Image:
+    """An array [H, W], [H, W, 1] or [H, W, 3] as an image of Pillow's."""
+    if image.dtype != np.uint8:
+        raise UserError(f"an image of {image.dtype} in a list: must be uint8 with values 0 to 255")
+    if image.ndim == 3 and image.shape[-1] == 1:
+        image = image[..., 0]
+    if not image.size or not (image.ndim == 2 or (image.ndim == 3 and image.shape[-1] == 3)):
+        raise UserError(f"an image of shape {list(image.shape)} in a list: must be [H, W, 3], [H, W, 1] or [H, W]")
+    return Image.fromarray(np.ascontiguousarray(image))

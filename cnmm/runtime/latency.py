@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._files import inside, read_json, write_json
-from cnmm._machine import Machine, machine
+from cnmm._machine import Machine, machine, usable_cores
 from cnmm.ladder import is_ladder, read_ladder
 
 LATENCY_FILE = "latency.json"
@@ -178,11 +178,16 @@ def measurement(
     return min(current, key=lambda entry: entry.total_ms)
 
 
-def measured_p95(folder: str | Path, *, needed: bool = False) -> dict[str, float]:
-    """p95 of a run folder or a ladder folder, as it is; if it is not `needed`, nothing has to be measured."""
+def measured_p95(
+    folder: str | Path, *, runtime: RuntimeName = "onnx", threads: int | None = None, needed: bool = False
+) -> dict[str, float]:
+    """p95 of a run folder or a ladder folder as `predict` and a session run it: with all usable cores unless told.
+
+    If it is not `needed`, nothing has to be measured.
+    """
     try:
         precision = read_ladder(folder).precision if is_ladder(folder) else "float32"
-        return p95(folder, precision=precision)
+        return p95(folder, runtime=runtime, precision=precision, threads=threads or usable_cores())
     except UserError:
         if needed:
             raise

@@ -12,8 +12,8 @@ threads may ask for different budgets at once. Macs are per image; times are in 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -136,8 +136,11 @@ class Session:
 
     @property
     def stage_p95_ms(self) -> tuple[float, ...]:
-        """How long each stage took at the start, one image, 95th percentile; empty without a cascade."""
-        return self._runner.p95_ms if self._runner else ()
+        """How long each stage takes, one image, 95th percentile; empty without a cascade.
+
+        As measured at the start, and learned since from what calls with deadlines took.
+        """
+        return self._runner.times.p95_ms if self._runner else ()
 
     @property
     def finishing(self) -> Finishing | None:
@@ -177,7 +180,8 @@ class Session:
         average_macs: str | float | Budget | None = None,
         deadline_ms: float | None = None,
     ) -> Prediction:
-        """Classifies images: a uint8 array [N, H, W, C] or [H, W, C], or paths or Pillow images, which are fitted.
+        """Classifies images: a uint8 array [N, H, W, C] or [H, W, C] of the ladder's size, or paths, Pillow images or
+        arrays of any size, one or a list of them, which are fitted.
 
         A ladder for segmentation labels the pixels of images of any size, and answers at their own size.
 
@@ -185,7 +189,7 @@ class Session:
         an image leaves at the first exit whose highest probability reaches it; with `average_macs` (such as `30M` or
         `40%`) every exit asks for what pays most where as much is spent on average. With `deadline_ms` one image runs
         until the next stage might not end in time, counted from the call; a deadline shorter than the first exit is
-        refused.
+        refused, and one that is missed all the same makes the answer `late`.
         """
         start = time.perf_counter()
         given = {"budget": budget, "point": point, "confidence": confidence}
@@ -237,7 +241,8 @@ class Session:
         check_deadline(deadline_ms, runner.p95_ms[0] + answers.finishing_ms)
         for _, image in answers.passes():
             runner.keep_deadline(image, start + deadline_ms / 1e3, answers)
-        return answers.prediction(point=runner.cascade.point, macs=runner.spent(answers), start=start)
+        found = answers.prediction(point=runner.cascade.point, macs=runner.spent(answers), start=start)
+        return replace(found, deadline_ms=deadline_ms)
 
     def _named(self, name: str) -> FrontierPoint:
         if name not in self._points:
@@ -314,12 +319,27 @@ def predict_once(
     **asked: Any,
 ) -> Prediction:
     """One call of `Session.predict`, without a session to keep: only what it needs is loaded, which starts faster."""
+    with asked_session(folder, runtime=runtime, threads=threads, latency=latency, **asked) as (session, point):
+        about = session.preprocessing
+        segments = session.task == "segmentation"
+        opened: Any = to_pictures(images, about.channels) if segments else to_batch(images, about.size, about.channels)
+        return session.predict(opened, **point)
+
+
+@contextmanager
+def asked_session(
+    folder: str | Path,
+    *,
+    runtime: RuntimeName = "onnx",
+    threads: int | None = None,
+    latency: str | Path | None = None,
+    **asked: Any,
+) -> Iterator[tuple[Session, dict[str, Any]]]:
+    """A session with only what calls need that all ask for the same, and what to ask it for."""
     check_asked(**asked)
     if threads is not None:
         check_threads(threads)
     ladder = read_ladder(folder)
-    about, segments = ladder.preprocessing, ladder.task == "segmentation"
-    opened: Any = to_pictures(images, about.channels) if segments else to_batch(images, about.size, about.channels)
     points: list[str] = []
     if asked.keys() <= {"budget", "point"}:
         points = [asked_point(ladder, runtime, threads, latency or ladder.folder, **asked)]
@@ -327,7 +347,7 @@ def predict_once(
     with Session(
         folder, runtime=runtime, threads=threads, points=points, cascade=not points, latency=latency
     ) as session:
-        return session.predict(opened, **asked)
+        yield session, asked
 
 
 def asked_point(

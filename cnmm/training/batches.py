@@ -12,15 +12,20 @@ from torch import Tensor
 from cnmm import distributed
 from cnmm._errors import UserError
 from cnmm.data import DataSet, Split, Workers, num_workers
-from cnmm.evaluation.damage import DAMAGE_IMAGES
-from cnmm.training.augment import alternating, augment, draw_views, show
+from cnmm.data.folder import SMALL_SIDE
+from cnmm.evaluation.damage import DAMAGE_IMAGES, DAMAGE_PHOTOS
+from cnmm.training.augment import alternating, draw_views, show
 from cnmm.training.config import TrainConfig
+from cnmm.training.photos import PhotoView, draw_photo_view, recolour, show_parts
 from cnmm.training.seeds import seeded
 
 STATISTICS_IMAGES = 4000
 """Training images on which the statistics for inference are estimated."""
 FEWEST_STEPS = 8
 """Of an epoch, where the batch size is chosen: a few dozen steps in all would teach next to nothing."""
+BYTES_PER_MAC, MEMORY_SHARE = 0.35, 0.5
+"""What a step keeps of an image, by macs of the full mixture, as measured on small and large images; and what part of
+the memory that may take."""
 EVALUATION_BATCH = 125
 """Images of a batch where nothing is learned, at most. More are slower per image: their maps leave the cache."""
 
@@ -43,11 +48,13 @@ class Images:
 
     num_after_epoch = 500
     """Training images on which the statistics are estimated for the figures after an epoch."""
+    num_for_statistics = STATISTICS_IMAGES
 
     def __init__(
         self, data: DataSet, config: TrainConfig, *, device: torch.device | str = "cpu", workers: Workers | None = None
     ) -> None:
         self.config = config
+        self.num_for_damage = self._num_for_damage(data.size)
         self.mean = torch.tensor(data.mean).view(1, -1, 1, 1) * 255
         self.std = torch.tensor(data.std).view(1, -1, 1, 1) * 255
         self.device = torch.device(device)
@@ -55,6 +62,10 @@ class Images:
         self.answers: Tensor | None = None
         """A teacher's logits for all training images, as they are and mirrored."""
         self.dtype = torch.bfloat16 if use_bfloat16(config.precision, self.device) else torch.float32
+
+    def _num_for_damage(self, size: tuple[int, int]) -> int:
+        """Training images that damage is measured on: of photos, fewer: each has far more pixels."""
+        return DAMAGE_IMAGES if min(size) <= SMALL_SIDE else DAMAGE_PHOTOS
 
     def training_batches(self, split: Split, kept: np.ndarray, epoch: int, *, first: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `first` on: this process's part of each.
@@ -64,9 +75,37 @@ class Images:
         seed, (places, parts) = self.config.seed, training_parts(self.config, kept, epoch, first)
         for step, (chosen, pixels) in enumerate(self._read(split, parts), start=first):
             mirrored = alternating(chosen, seed, epoch) if self.config.flips == "alternating" else None
-            views = draw_views(len(pixels), self.config, seeded(seed, "augment", epoch, step), places, mirrored)
-            x = self.prepare(show(pixels, self.config, views).permute(0, 3, 1, 2)).to(self.dtype)
-            yield Batch(step, x, self._labels(split, chosen), self._answers(chosen, views.mirrored))
+            generator = seeded(seed, "augment", epoch, step)
+            shown, mirrored = self._viewed(pixels, chosen, epoch, generator, places, mirrored)
+            x = self.prepare(shown.permute(0, 3, 1, 2)).to(self.dtype)
+            yield Batch(step, x, self._labels(split, chosen), self._answers(chosen, mirrored))
+
+    def _viewed(
+        self,
+        pixels: Tensor,
+        chosen: np.ndarray,
+        epoch: int | str,
+        generator: torch.Generator,
+        places: slice | None = None,
+        mirrored: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Training images in random views, and which of them are mirrored; `mirrored` says so, if it is not drawn.
+
+        Parts and colours depend on seed, epoch and image, padded crops on the place in the batch.
+        """
+        config = self.config
+        views: list[PhotoView] = []
+        if config.area[0] < 1 or config.colour:
+            views = [draw_photo_view((config.seed, "photo", epoch, int(index)), config) for index in chosen]
+        if config.area[0] < 1:
+            if mirrored is not None:
+                sides = (mirrored & config.flip).tolist()
+                views = [view._replace(mirrored=side) for view, side in zip(views, sides, strict=True)]
+            shown, mirrored = show_parts(pixels, views), torch.tensor([view.mirrored for view in views])
+        else:
+            crops = draw_views(len(pixels), config, generator, places, mirrored)
+            shown, mirrored = show(pixels, config, crops), crops.mirrored
+        return recolour(shown, views) if config.colour else shown, mirrored
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 [N, C, H, W] to normalised floats on the device."""
@@ -93,15 +132,16 @@ class Images:
 
     def damage_batch(self, split: Split, kept: np.ndarray) -> Tensor:
         """The training images that damage is measured on, one batch."""
-        return torch.cat(list(self.some(split, kept, DAMAGE_IMAGES, "damage")))
+        return torch.cat(list(self.some(split, kept, self.num_for_damage, "damage")))
 
     def statistics_batches(self, split: Split, kept: np.ndarray, num: int | None = None) -> Iterator[Tensor]:
         """A few thousand training images, or `num`, augmented as in training: borders belong to what was learned."""
         seed, chosen = self.config.seed, self.chosen(kept, STATISTICS_IMAGES if num is None else num, "statistics")
-        for number, (_, images) in enumerate(self.read(split, chosen)):
+        for number, (part, images) in enumerate(self.read(split, chosen)):
             if len(images) > 1:
-                images = augment(images, self.config, seeded(seed, "statistics", number * EVALUATION_BATCH))
-                yield self.prepare(images.permute(0, 3, 1, 2))
+                generator = seeded(seed, "statistics", number * EVALUATION_BATCH)
+                shown, _ = self._viewed(images, part, "statistics", generator)
+                yield self.prepare(shown.permute(0, 3, 1, 2))
 
     def num_statistics(self, split: Split, kept: np.ndarray) -> int:
         """How many batches `statistics_batches` makes."""
@@ -146,6 +186,13 @@ def fitting_batch(num: int, most: int) -> int:
     size = 2
     while 2 * size <= min(most, num // FEWEST_STEPS):
         size *= 2
+    return max(size, distributed.world_size())
+
+
+def affordable_batch(macs: int, size: int, memory: int) -> int:
+    """A batch of at most `size` images, of so many macs each, whose training fits into a part of so much memory."""
+    while size > 2 and size * macs * BYTES_PER_MAC > MEMORY_SHARE * memory:
+        size //= 2
     return max(size, distributed.world_size())
 
 

@@ -100,6 +100,9 @@ class TrainConfig:
     """Pixels of padding before a random crop."""
     padding: Padding = "black"
     """What the padding shows: black, or reflect, the image mirrored at its border."""
+    area: tuple[float, float] = (1.0, 1.0)
+    """Of images: the least and the greatest share of its area that a random part shows, which is scaled to the size of
+    the image. 1 1: the whole image, padded and cropped instead. Photographs get 0.35 1, unless told."""
     scene_crop: tuple[int, int] = (240, 320)
     """Of scenes: height and width of random crops; where one exceeds the image, it is the mean colour and void."""
     final_crop: tuple[int, int] | None = None
@@ -109,7 +112,7 @@ class TrainConfig:
     zoom: tuple[float, float] = (1.0, 1.0)
     """Of scenes: the least and the greatest random scale, before they are cropped."""
     colour: float = 0.0
-    """Of scenes: how much brightness, contrast and saturation may change, as a share."""
+    """How much brightness, contrast and saturation may change, as a share. Photographs get 0.3, unless told."""
     loss_stride: int = 1
     """Of scenes: the loss sees every so many-th pixel of every so many-th row; which ones, changes with the steps."""
     class_weights: ClassWeights = "equal"
@@ -140,11 +143,13 @@ class TrainConfig:
             )
 
     def _check_scenes(self) -> None:
-        for field in ("scene_crop", "final_crop", "zoom"):  # JSON has no tuples
+        for field in ("area", "scene_crop", "final_crop", "zoom"):  # JSON has no tuples
             value = getattr(self, field)
             object.__setattr__(self, field, value if value is None else tuple(value))
-        if self.zoom[0] > self.zoom[1]:
-            raise UserError(f"zoom={self.zoom!r}: must be two positive numbers, the smaller first")
+        for field in ("area", "zoom"):
+            low, high = getattr(self, field)
+            if low > high:
+                raise UserError(f"{field}={(low, high)!r}: must be two positive numbers, the smaller first")
         if self.final_epochs > self.epochs:
             raise UserError(f"final_epochs={self.final_epochs!r}: must be 0 to epochs={self.epochs}")
 
@@ -200,6 +205,7 @@ CHECKS: dict[str, _fields.Check] = {
     "statistics": _fields.one_of(*get_args(Statistics)),
     "crop": _fields.whole(0, 256),
     "padding": _fields.one_of(*get_args(Padding)),
+    "area": _fields.list_of(_fields.number(above=0, most=1), 2),
     "scene_crop": _SIZE,
     "final_crop": _fields.or_null(_SIZE),
     "final_epochs": _fields.whole(0, 10**6),

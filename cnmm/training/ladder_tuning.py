@@ -5,7 +5,7 @@ The gates stand still meanwhile, and with them the cutting orders that the point
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +62,14 @@ class Ladder:
         return next((rung for rung in rungs[exit] if rung.macs <= budget), rungs[exit][-1]).point
 
 
-def start_ladder(model: Mixture, images: Images, data: DataSet, kept: np.ndarray, folder: Path) -> Ladder:
+def start_ladder(
+    model: Mixture,
+    images: Images,
+    data: DataSet,
+    kept: np.ndarray,
+    folder: Path,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Ladder:
     """The ladder of the gates as they are, of damage, or of both; damage is measured unless the run folder has orders.
 
     Process 0 measures and writes; all read, so that all draw the same points, also when the training goes on later.
@@ -72,7 +79,7 @@ def start_ladder(model: Mixture, images: Images, data: DataSet, kept: np.ndarray
     if distributed.rank() == 0 and load_orders(folder, model.config) is None:
         with distributed.paused():
             batch = images.damage_batch(data.train, kept).to(images.dtype)
-            save_orders(folder, measure_orders(model, batch))
+            save_orders(folder, measure_orders(model, batch, on_progress=on_progress))
     distributed.wait()
     model.orders = load_orders(folder, model.config)
     return Ladder(model, ["damage"] if images.config.ladder_rule == "damage" else [*FLOW_RULES, "damage"])

@@ -17,16 +17,18 @@ from torch import Tensor
 
 from cnmm import distributed, run_folder
 from cnmm._errors import Stopped, UserError
+from cnmm._progress import OnWait, no_wait
 from cnmm.data import DataSet, divide
 from cnmm.evaluation.statistics import reestimated
 from cnmm.mixture import Mixture
+from cnmm.orders import load_orders
 from cnmm.training.batches import Images, start_workers, steps_per_epoch
 from cnmm.training.checkpoint import Checkpoints
 from cnmm.training.config import TrainConfig
 from cnmm.training.ladder_tuning import Ladder, start_ladder, tunes_ladder
 from cnmm.training.objective import batch_loss
 from cnmm.training.optim import Average, Optimizer, take_step
-from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result
+from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result, training_clock
 from cnmm.training.recipes import list_recipes, recipe
 from cnmm.training.scene_batches import make_images, training_task
 from cnmm.training.stem import start_stem, stem_images
@@ -49,24 +51,29 @@ def train(
     resume: bool = False,
     on_step: Callable[[Progress], None] = lambda progress: None,
     on_epoch: Callable[[EpochResult], None] = lambda result: None,
+    on_wait: OnWait = no_wait,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Mixture:
     """Trains a mixture into a run folder and returns it, in eval mode with its statistics for inference."""
-    kept, held_out = divide(data, config.val, config.seed)
+    parts = divide(data, config.val, config.seed)
+    kept, _ = parts
     steps = steps_per_epoch(config, len(kept))
     device = distributed.pick_device(config.device)
     optimizer = Optimizer(model.to(device).train(), config)
     average = Average(model, config.average)
     checkpoints = Checkpoints(folder, model, optimizer, average.tensors, every_s=SAVE_EVERY_S)
     done = checkpoints.restore() if resume else 0
-    meter = Meter(model, total=config.epochs * steps, done=done)
     start_log(folder, done)
 
     with start_workers(data, config) as workers:
         images = make_images(data, config, device=device, workers=workers)
+        orders = load_orders(folder, model.config) is not None
+        clock = training_clock(model, images, data, parts, done=done, orders=orders)
+        meter = Meter(model, total=config.epochs * steps, done=done, clock=clock, on_wait=on_wait)
         task = training_task(model, data, kept, config)
         images.answers = teacher_answers(images, data, kept, folder)
         start_weights(model, average, images, data, kept, done=done)
+        clock.skip()
         ladder: Ladder | None = None
         for epoch in range(done // steps, config.epochs):
             meter.begin(checkpoints.notes if done > epoch * steps else {})
@@ -74,20 +81,20 @@ def train(
             for batch in images.training_batches(data.train, kept, epoch, first=done - epoch * steps):
                 step, part = batch.step, done / meter.total
                 if ladder is None and tunes_ladder(model, config, part):
-                    ladder = start_ladder(model, images, data, kept, folder)
+                    ladder = start_ladder(model, images, data, kept, folder, meter.on_damage)
                 loss = batch_loss(model, batch, config, epoch=epoch, ladder=ladder, task=task)
                 value, stop = agree(loss, should_stop())
                 check_finite(value, config, epoch, step)
                 take_step(model, optimizer, loss, config, part=part, norms=meter.gradients)
                 average.update(model, done)
                 done += 1
-                on_step(meter.tick(epoch, step, steps, value, config.batch_size))
+                on_step(meter.tick(epoch, step, steps, value, config.batch_size, ladder=ladder is not None))
                 if step + 1 < steps and (stop or checkpoints.due):
                     checkpoints.save(done, meter.notes())
                     if stop:
                         raise Stopped(f"stopped after epoch {epoch + 1}, step {step + 1}")
             if distributed.rank() == 0:
-                result = epoch_result(model, images, data, (kept, held_out), config, epoch, meter)
+                result = epoch_result(model, images, data, parts, config, epoch, meter)
                 run_folder.append_log(folder, {"step": done, **asdict(result)})
                 on_epoch(result)
             checkpoints.save(done)
@@ -95,8 +102,12 @@ def train(
                 raise Stopped(f"stopped after epoch {epoch + 1}")
         average.copy_to(model)
         if config.statistics == "re-estimated":
+            num = min(images.num_for_statistics, len(kept))
+            batches = meter.watch(
+                "statistics", "estimating statistics", images.statistics_batches(data.train, kept), num
+            )
             with distributed.paused():
-                model = reestimated(model, images.statistics_batches(data.train, kept))
+                model = reestimated(model, batches)
     save_result(model, folder)
     return model.eval()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from cnmm import distributed
+from cnmm._progress import Clock, OnWait, Waiting, no_wait
 from cnmm.data import DataSet
+from cnmm.evaluation.damage import damage_passes
 from cnmm.evaluation.evaluate import evaluate_exits
 from cnmm.evaluation.statistics import reestimated
 from cnmm.evaluation.task import task_of
@@ -19,6 +22,10 @@ from cnmm.mixture import Mixture
 from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
 from cnmm.training.optim import GradientNorms, learning_rate
+
+USUAL = {"step": 3.0, "ladder step": 4.5, "statistics": 1.5, "evaluation": 1.2, "damage": 1.0}
+"""How long an image takes in each part of a training, relative to one another, until it is known."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +65,18 @@ class EpochResult:
 
 
 class Meter:
-    """Images per second and time left, from a moving average of the time of a step."""
+    """Images per second and time left of all that a training does, also of what comes after its last step."""
 
-    def __init__(self, model: Mixture, total: int, done: int) -> None:
-        self.total, self.done = total, done
-        self.step_s: float | None = None
-        self.images_per_s = 0.0
+    def __init__(self, model: Mixture, *, total: int, done: int, clock: Clock, on_wait: OnWait = no_wait) -> None:
+        self.total, self.done, self.clock, self.on_wait = total, done, clock, on_wait
         self.loss_sum, self.num_steps = 0.0, 0
         self.gradients = GradientNorms(model)
         """All of the steps of this epoch."""
-        self.last = time.monotonic()
+        self.kind, self.damage, self.damage_done = "step", clock.left["damage"], 0.0
+
+    @property
+    def images_per_s(self) -> float:
+        return 1 / (self.clock.rate(self.kind) or math.inf)
 
     def begin(self, notes: Mapping[str, float]) -> None:
         """An epoch begins, or goes on where `notes` were taken."""
@@ -78,13 +87,11 @@ class Meter:
         """Sums over the steps of this epoch."""
         return {"loss": self.loss_sum, "steps": self.num_steps, **self.gradients.sums()}
 
-    def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int) -> Progress:
-        now = time.monotonic()
-        elapsed, self.last = now - self.last, now
-        self.step_s = elapsed if self.step_s is None else 0.95 * self.step_s + 0.05 * elapsed
+    def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int, *, ladder: bool) -> Progress:
+        self.kind = "ladder step" if ladder else "step"
+        self.clock.tick(self.kind, batch)
         self.done += 1
         self.loss_sum, self.num_steps = self.loss_sum + loss, self.num_steps + 1
-        self.images_per_s = batch / self.step_s
         return Progress(
             epoch=epoch,
             epochs=self.total // steps,
@@ -92,8 +99,58 @@ class Meter:
             steps=steps,
             loss=loss,
             images_per_s=self.images_per_s,
-            left_s=(self.total - self.done) * self.step_s,
+            left_s=self.clock.left_s or 0.0,
         )
+
+    def watch(self, kind: str, what: str, batches: Iterable[T], num: int) -> Iterator[T]:
+        """The batches, of `num` images in all; whoever waits for what is done with them is told."""
+        done = 0
+        self.tell(what, 0.0)
+        for batch in batches:
+            yield batch
+            size = len(batch if isinstance(batch, Tensor) else batch[1])  # type: ignore[index]  # images, or also labels
+            done += size
+            self.clock.tick(kind, size)
+            self.tell(what, min(1.0, done / num))
+
+    def on_damage(self, done: float) -> None:
+        """So much of measuring damage is done."""
+        self.clock.tick("damage", self.damage * (done - self.damage_done))
+        self.damage_done = done
+        self.tell("measuring which cuts do the least damage", done)
+
+    def tell(self, what: str, done: float) -> None:
+        self.on_wait(Waiting(what=what, done=done, left_s=self.clock.left_s))
+
+
+def training_clock(
+    model: Mixture, images: Images, data: DataSet, parts: tuple[np.ndarray, np.ndarray], *, done: int, orders: bool
+) -> Clock:
+    """The clock of a training that has taken `done` steps: what is left of it, evaluation and all.
+
+    `parts`: images trained on, and held out; `orders`: were cutting orders by damage measured already?
+    """
+    config, (kept, held_out) = images.config, parts
+    steps = len(kept) // config.batch_size
+    total = steps * config.epochs
+    tuned = math.ceil(config.ladder_start * total) if model.config.mixing == "gates" else total
+    ends = (
+        sum(is_measured(data, config, epoch) for epoch in range(done // steps, config.epochs)) if len(held_out) else 0
+    )
+    estimated = config.statistics == RE_ESTIMATED
+    after_epoch, after_all = (min(num, len(kept)) for num in (images.num_after_epoch, images.num_for_statistics))
+    tested = len(held_out) if data.test is None else len(data.test)
+    measures_damage = tuned < total and config.ladder_rule != "flow" and not orders
+    return Clock(
+        USUAL,
+        {
+            "step": config.batch_size * max(0, tuned - done),
+            "ladder step": config.batch_size * (total - max(tuned, done)),
+            "statistics": (ends * after_epoch + after_all) * estimated,
+            "evaluation": ends * len(held_out) + tested,
+            "damage": damage_passes(model.config) * min(images.num_for_damage, len(kept)) * measures_damage,
+        },
+    )
 
 
 def epoch_result(
@@ -113,19 +170,21 @@ def epoch_result(
     metric = task_of(model.config).check_metric()
     quality: dict[int, float] = {}
     kept, held_out = parts
+    speed, what = meter.images_per_s, f"epoch {epoch + 1}/{config.epochs}, measuring on held-out images"
     if len(held_out) and is_measured(data, config, epoch):
         settled = model
         if config.statistics == RE_ESTIMATED:
+            num = images.num_after_epoch
+            batches = images.statistics_batches(data.train, kept, num)
             with distributed.paused():
-                settled = reestimated(model, images.statistics_batches(data.train, kept, images.num_after_epoch))
-        exits = evaluate_exits(settled, images.batches(data.train, held_out), metric=metric)
-        quality = {exit: found.value for exit, found in exits.items()}
-        meter.last = time.monotonic()
+                settled = reestimated(model, meter.watch("statistics", what, batches, min(num, len(kept))))
+        shown = meter.watch("evaluation", what, images.batches(data.train, held_out), len(held_out))
+        quality = {exit: found.value for exit, found in evaluate_exits(settled, shown, metric=metric).items()}
     return EpochResult(
         epoch=epoch + 1,
         loss=meter.loss_sum / meter.num_steps,
         lr=learning_rate(config, (epoch + 1) / config.epochs),
-        images_per_s=meter.images_per_s,
+        images_per_s=speed,
         entropy=gate_entropy(model),
         metric=metric,
         quality=quality,

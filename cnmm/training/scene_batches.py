@@ -32,6 +32,10 @@ class SceneImages(Images):
     """Prepares scenes for the network. Whole images are shown as they are, those of one size together."""
 
     num_after_epoch = 20
+    num_for_statistics = STATISTICS_SCENES
+
+    def _num_for_damage(self, size: tuple[int, int]) -> int:
+        return DAMAGE_SCENES
 
     def training_batches(self, split: Split, kept: np.ndarray, epoch: int, *, first: int = 0) -> Iterator[Batch]:
         config, size = self.config, crop_size(self.config, epoch)

@@ -42,21 +42,26 @@ def draw_view(
     flip: bool = False,
 ) -> View:
     """The view that belongs to a key, such as (seed, epoch, image); its scale is drawn from `zoom`, by logarithm."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    draw = np.random.default_rng(int.from_bytes(digest, "little")).uniform(size=7)
+    drawn = draw(key, 7)
     low, high = zoom
     return View(
         size=size,
-        scale=low * (high / low) ** draw[0],
-        place=(draw[1], draw[2]),
-        mirrored=flip and draw[3] < 0.5,
-        colours=(_factor(draw[4], colour), _factor(draw[5], colour), _factor(draw[6], colour)),
+        scale=low * (high / low) ** drawn[0],
+        place=(drawn[1], drawn[2]),
+        mirrored=flip and drawn[3] < 0.5,
+        colours=(factor(drawn[4], colour), factor(drawn[5], colour), factor(drawn[6], colour)),
     )
 
 
-def _factor(draw: float, spread: float) -> float:
+def draw(key: tuple[object, ...], num: int) -> npt.NDArray[np.float64]:
+    """Random numbers from 0 to 1 that belong to a key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little")).uniform(size=num)
+
+
+def factor(drawn: float, spread: float) -> float:
     """Between 1 - spread and 1 + spread."""
-    return float(1 + spread * (2 * draw - 1))
+    return float(1 + spread * (2 * drawn - 1))
 
 
 def show(scene: Scene, view: View, mean: Pixels) -> Scene:
@@ -78,7 +83,7 @@ def show(scene: Scene, view: View, mean: Pixels) -> Scene:
         box = (left * across, top * down, (left + columns) * across, (top + rows) * down)
         target[here] = np.asarray(Image.fromarray(source).resize((columns, rows), way, box=box))
     if view.colours != (1.0, 1.0, 1.0):
-        image[here] = _recoloured(image[here], view.colours)
+        image[here] = recoloured(image[here], view.colours)
     if view.mirrored:
         image, mask = np.ascontiguousarray(image[:, ::-1]), np.ascontiguousarray(mask[:, ::-1])
     return Scene(image, mask)
@@ -92,11 +97,11 @@ def _span(scaled: int, crop: int, place: float) -> tuple[int, int, int]:
     return 0, scaled, min(int(place * (1 - free)), -free)
 
 
-def _recoloured(pixels: Pixels, colours: tuple[float, float, float]) -> Pixels:
+def recoloured(pixels: Pixels, colours: tuple[float, float, float]) -> Pixels:
     """Brightness, contrast and saturation: away from black, from the mean grey, from each pixel's own grey."""
     brightness, contrast, saturation = colours
     x = pixels.astype(np.float32) * brightness
-    grey = x @ _GREY
+    grey = x @ _GREY if x.shape[-1] == 3 else x[..., 0]
     middle = float(grey.mean())
     x = middle + contrast * (grey[..., None] + saturation * (x - grey[..., None]) - middle)
     return (x + 0.5).clip(0, 255).astype(np.uint8)

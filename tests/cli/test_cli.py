@@ -24,6 +24,7 @@ OPTIONS = {
     "train": VARIANT
     | {
         *("--data", "-o", "--out", "--model", "--recipe", "--init", "--resume", "--overwrite", "--skip-bad"),
+        *("--size", "--area"),
         *("--json", "--debug"),
         *("--epochs", "--batch-size", "--lr", "--warmup", "--momentum", "--nesterov", "--weight-decay", "--decay-all"),
         *("--gates", "--group", "--temperature", "--exit-weights", "--label-smoothing", "--ladder-start"),
@@ -53,7 +54,7 @@ OPTIONS = {
             "--debug",
         )
     },
-    "choose": {"--budget", "--json", "--debug"},
+    "choose": {"--budget", "--runtime", "--threads", "--json", "--debug"},
     "slim": {"-o", "--out", "--budget", "--point", "--data", "--overwrite", "--json", "--debug"},
     "export": {
         *("-o", "--out", "--budget", "--point", "--ladder", "--precision", "--any-size", "--data", "--overwrite"),
@@ -62,7 +63,7 @@ OPTIONS = {
     "report": {"-o", "--out", "--data", "--json", "--debug"},
     "predict": {
         *("--budget", "--point", "--confidence", "--average-macs", "--deadline-ms", "--runtime", "--threads", "--top"),
-        *("-o", "--out", "--budgets", "--json", "--debug"),
+        *("-o", "--out", "--shard", "--budgets", "--json", "--debug"),
     },
     "serve": {
         *("--target-ms", "--runtime", "--cores", "--host", "--port", "--policy", "--drain-s", "--json", "--debug"),

@@ -44,3 +44,29 @@ def test_reestimated_statistics_are_those_of_expectation_mode_at_the_point():
         else:
             found = dict(copied.named_buffers())[name]
         assert torch.allclose(found, expected, atol=1e-5), name
+
+
+def test_every_class_and_which_is_taken_for_which():
+    model = new_model().eval()
+    images, labels = torch.randn(60, 1, 28, 28), torch.arange(60) % 9  # one class has no images
+    batches = [(images[:25], labels[:25]), (images[25:], labels[25:])]
+    found = evaluate_exits(model, batches, detailed=True)
+    plain = evaluate_exits(model, batches)
+    for exit, scores in model.forward_exits(images).items():
+        quality, answers = found[exit], scores.argmax(1)
+        assert plain[exit].confusion == plain[exit].per_class == ()
+        assert (quality.value, quality.low, quality.high) == (plain[exit].value, plain[exit].low, plain[exit].high)
+        expected = [[int(((labels == k) & (answers == j)).sum()) for j in range(10)] for k in range(10)]
+        assert [list(row) for row in quality.confusion] == expected
+        assert quality.per_class[9] is None
+        for k in range(9):
+            assert quality.per_class[k] == pytest.approx((answers[labels == k] == k).double().mean().item())
+        best = scores.topk(5, 1).indices
+        share = (best == labels[:, None]).any(1).double().mean().item()
+        assert quality.all["top5_accuracy"] == pytest.approx(share)
+
+
+def test_five_classes_have_no_top_five():
+    model = new_model(num_classes=5).eval()
+    found = evaluate_exits(model, [(torch.randn(8, 1, 28, 28), torch.arange(8) % 5)], detailed=True)
+    assert all("top5_accuracy" not in quality.all for quality in found.values())

@@ -19,7 +19,7 @@ from cnmm.cli import main as cli
 from cnmm.ladder import read_ladder
 from cnmm.runtime import bench, latency
 from cnmm.runtime.answers import ClassAnswers
-from cnmm.runtime.early_exit import CascadeRunner
+from cnmm.runtime.early_exit import CascadeRunner, StageTimes
 from cnmm.runtime.session import Session
 from tests.helpers import RUN_CLI, ask, complaint, python, refused
 from tests.runtime.ladders import (
@@ -408,6 +408,47 @@ def test_a_late_second_stage_is_not_begun(folder, images):
         assert answer.probabilities == pytest.approx(alone, abs=1e-6)
 
 
+def test_stage_times_go_on_being_learned():
+    times = StageTimes((10.0, 20.0, 40.0))
+    assert times.p95_ms == (10, 20, 40)
+    for _ in range(300):
+        times.learn([30.0])  # the machine is busy: three times as slow, whatever runs
+    assert times.p95_ms == pytest.approx((30, 60, 120))
+    for _ in range(300):
+        times.learn([5.0, 10.0])
+    assert times.p95_ms == pytest.approx((5, 10, 20))
+    few = StageTimes((10.0,))
+    few.learn([1000.0])  # one slow moment is not the rule
+    assert few.p95_ms == (10,)
+
+
+def test_calls_with_deadlines_teach_the_session(folder, images):
+    with Session(folder, threads=1) as session:
+        session._runner = dataclasses.replace(session._runner, p95_ms=(1e-3, 1e-3, 1e-3))
+        for _ in range(100):
+            session.predict(images[0], deadline_ms=1000)
+        assert min(session.stage_p95_ms) > 2e-3
+
+
+def test_a_missed_deadline_is_said(folder, images, picture, capsys, monkeypatch):
+    with Session(folder, threads=1) as session:
+        kept = session.predict(images[0], deadline_ms=10_000)
+        assert (kept.deadline_ms, kept.late) == (10_000, False)
+        assert session.predict(images[0]).late is False
+        slow = session._runner.chain.walk
+        monkeypatch.setattr(type(session._runner.chain), "walk", lambda self, x: (time.sleep(0.05), slow(x))[1])
+        late = session.predict(images[0], deadline_ms=20)
+        assert late.late
+        assert late.time_ms > 20
+    monkeypatch.undo()
+    answer = ask(capsys, "predict", folder, picture, "--deadline-ms", 10_000)
+    assert answer["late"] is False
+    assert "late" not in ask(capsys, "predict", folder, picture)
+    monkeypatch.setattr(cnmm.runtime.answers.Prediction, "late", property(lambda self: True))
+    assert cli.main(["predict", str(folder), str(picture), "--deadline-ms", "10000"]) == 0
+    assert "the deadline of 10000 ms was missed" in capsys.readouterr().err
+
+
 # What goes in
 
 
@@ -447,6 +488,23 @@ def test_files_are_fitted_as_for_training(session, picture):
     for same in (picture, str(picture), [picture], Image.open(picture)):
         assert np.array_equal(session.predict(same).probabilities, expected)
     assert len(session.predict([picture, Image.open(picture)]).probabilities) == 2
+
+
+def test_lists_of_arrays_of_any_size_are_fitted(session, picture):
+    whole = np.asarray(Image.open(picture).convert("RGB"))
+    grey = np.asarray(Image.open(picture).convert("L"))
+    expected = session.predict(Image.fromarray(whole)).probabilities[0]
+    found = session.predict([whole, whole[::2, ::2], picture, grey, grey[..., None]]).probabilities
+    assert found.shape == (5, len(CLASSES))
+    assert found[0] == pytest.approx(expected, abs=1e-6)
+    assert np.array_equal(found[3], found[4])
+    for bad, words in (
+        (whole.astype(np.float32), "float32 in a list"),
+        (whole[None], "must be [H, W, 3], [H, W, 1] or [H, W]"),
+        (whole[..., :2], "[30, 40, 2]"),
+        (whole[:0], "[0, 40, 3]"),
+    ):
+        assert words in refused(session.predict, [whole, bad])
 
 
 def test_colours_become_grey_for_a_grey_network(tmp_path, picture):
@@ -768,6 +826,43 @@ def test_slow_moments_of_the_machine_count_for_all_points(session, monkeypatch, 
     found = bench.time_session(session, seconds=0.0)
     assert [point.median_ms for point in found.points] == [1, 2, 3]
     assert [point.p95_ms for point in found.points] == pytest.approx([spread, 2 * spread, 3 * spread])
+
+
+def test_a_busy_machine_is_said(session, monkeypatch, caplog):
+    for spread, seconds, words in ((3.0, 1.0, "3.0 times above the median"), (1.2, 1.0, ""), (3.0, 0.0, "")):
+        caplog.clear()
+        monkeypatch.setattr(bench, "time_calls", lambda call, *, seconds, spread=spread: (1.0, spread, 10))
+        monkeypatch.setattr(bench.logger, "propagate", True)
+        bench.time_session(session, seconds=seconds)
+        assert words in caplog.text
+        assert bool(caplog.text) == bool(words)
+
+
+def test_choose_and_predict_agree_about_threads(capsys, tmp_path, picture):
+    make_ladder(tmp_path)
+    for threads, times in ((1, (1, 2, 3)), (latency.usable_cores() + 1, (0.1, 0.2, 0.3))):
+        rows = [
+            latency.Timing(point=name, macs=macs, median_ms=ms, p95_ms=ms, n=9)
+            for (name, _, macs, _), ms in zip(POINTS, times, strict=True)
+        ]
+        store_measurement(tmp_path, rows, threads=threads)
+    for flags in (["--threads", 1], ["--threads", latency.usable_cores() + 1]):
+        asked = ["--budget", "2.5ms", *flags]
+        point = ask(capsys, "choose", tmp_path, *asked)["point"]
+        assert point == ask(capsys, "predict", tmp_path, picture, *asked)["point"]
+        assert point == ("e2c3" if flags[1] == 1 else "e3c0")
+    asked = ["--budget", "2.5ms", "--threads", 200]
+    assert complaint(capsys, "choose", tmp_path, *asked) == complaint(capsys, "predict", tmp_path, picture, *asked)
+
+
+def test_tables_never_cut_names(capsys, tmp_path):
+    make_ladder(tmp_path / "ladder")
+    name = "a" * 120
+    place = tmp_path / name / name
+    place.mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(place / f"{name}.png")
+    assert cli.main(["predict", str(tmp_path / "ladder"), str(place / f"{name}.png")]) == 0
+    assert str(place / f"{name}.png") in capsys.readouterr().out
 
 
 def test_bench_verb_for_people_and_complaints(capsys, tmp_path):
