@@ -66,7 +66,7 @@ class Training:
         losses = []
         for batch in self.images.training_batches(self.data.train, self.kept, epoch):
             losses.append(self.step(batch, epoch))
-            self.average.update(self.network)
+            self.average.update(self.network, epoch * self.steps + batch.step)
         return sum(losses) / len(losses)
 
     def step(self, batch: Batch, epoch: int) -> float:
