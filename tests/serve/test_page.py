@@ -201,6 +201,7 @@ def test_the_camera_answers_until_it_is_stopped(visit):
     visit.expect("#camera").to_have_attribute("aria-pressed", "true")
     visit.expect("#line").to_contain_text("exit")
     visit.expect("#said").to_have_attribute("aria-live", "off")
+    visit.expect("#view").to_be_visible()
     visit.page.click("#camera")
     visit.expect("#video").to_be_hidden()
     visit.expect("#said").to_have_attribute("aria-live", "polite")
