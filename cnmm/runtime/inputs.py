@@ -18,12 +18,10 @@ from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.data.dataset import Images
 from cnmm.data.folder import image_files
-from cnmm.data.images import decode_bytes, decode_image, fit_image, in_threads, opened_bytes, shown_size
+from cnmm.data.images import decode_image, decode_sent, fit_image, in_threads, opened_sent
 
 OneImage = str | os.PathLike[str] | Image.Image | npt.NDArray[np.uint8]
 _FIX = "give another file"
-MOST_SENT_PIXELS = 2**25
-"""Of an image that somebody sends: 100 MB as RGB."""
 
 
 def image_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
@@ -111,13 +109,13 @@ def _check_array(images: npt.NDArray[Any], shape: tuple[object, ...], fits: bool
 
 def read_sent(data: bytes, size: tuple[int, int] | None, channels: int) -> Images:
     """The content of an image file that somebody sent, as uint8 [H, W, C]; `size` None keeps its own."""
-    return _as_channels(decode_bytes(data, size, most_pixels=MOST_SENT_PIXELS), channels)
+    return _as_channels(decode_sent(data, size), channels)
 
 
-def sent_size(data: bytes) -> tuple[str, tuple[int, int]]:
-    """Format, height and width of such an image, from its first bytes: nothing is decoded."""
-    with opened_bytes(data, MOST_SENT_PIXELS) as image:
-        return str(image.format), shown_size(image)
+def sent_size(data: bytes) -> tuple[str, int]:
+    """Format and pixels of such an image, from its first bytes: nothing is decoded, as the orientation would need."""
+    with opened_sent(data) as image:
+        return str(image.format), image.height * image.width
 
 
 def read_image(image: Any, size: tuple[int, int] | None, channels: int) -> Images:

@@ -20,8 +20,8 @@ from cnmm.serve.served import Served
 
 MOST_BODY = MEMORY
 """Bytes of a request, and of what it is when it is unpacked."""
-MOST_IMAGES = 4096
-"""Of a request."""
+MOST_IMAGES, MOST_FILES = 4096, 256
+"""Of a request: as pixels, and as files, whose headers everybody waits for."""
 LONGEST_MS = 3_600_000.0
 Want = Literal["probabilities", "labels", "png"]
 Data = bytes | memoryview
@@ -166,12 +166,9 @@ def pixels(data: Data, shape: Sequence[int], served: Served) -> Pictures:
 
 def files(parts: Sequence[Data], served: Served) -> Pictures:
     """Image files; their headers are read here, so that a worker never meets what is no image."""
-    _check_number(len(parts), served)
-    kinds, total = [], 0
-    for part in parts:
-        kind, (height, width) = sent_size(bytes(part))
-        kinds.append(kind)
-        total += height * width
+    _check_number(len(parts), served, MOST_FILES)
+    kinds, sizes = zip(*(sent_size(bytes(part)) for part in parts), strict=True)
+    total = sum(sizes)
     if served.segments and total > MEMORY // 2:
         raise Refusal(413, f"images of {total:,} pixels: must be at most {MEMORY // 2:,} in all")
     return Pictures(parts=parts, shape=None, images=len(parts), pixels=total, format=kinds[0])
@@ -186,9 +183,9 @@ def sniffed(data: Data, served: Served) -> Pictures:
     return files([data], served)
 
 
-def _check_number(images: int, served: Served) -> None:
+def _check_number(images: int, served: Served, most: int = MOST_IMAGES) -> None:
     if images < 1:
         raise UserError("no images; send at least one")
-    most = min(MOST_IMAGES, MEMORY // (4 * len(served.ladder.preprocessing.classes)))
+    most = min(most, MEMORY // (4 * len(served.ladder.preprocessing.classes)))
     if images > most:
         raise Refusal(413, f"{images:,} images: must be at most {most:,} in one request")

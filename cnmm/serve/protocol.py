@@ -24,6 +24,8 @@ from cnmm.serve.served import Served
 HEADER_LENGTH = "inference-header-content-length"
 MOST_JSON = 2**21
 """Bytes of JSON: reading more would hold up everybody. Tensors of this size should be binary."""
+MOST_NUMBERS = 2**18
+"""In the JSON of an answer, for the same reason."""
 MAP, SHARES, PROBABILITIES, LABEL, EXIT = "label_map", "shares", "probabilities", "label", "exit"
 _SHAPE = _fields.list_of(_fields.whole(0, 2**31), least=1, most=8)
 _SIZE = _fields.whole(0, 2**40)
@@ -79,7 +81,18 @@ def parse_inference(body: bytes, header_length: str | None, version: str | None,
     outputs = _outputs(head.get("outputs"), binary, served)
     name = _fields.get(head, "id", _fields.or_null((lambda value: isinstance(value, str), "a text")))
     knobs = _knobs(parameters, version, served)
+    _check_written(pictures, outputs, served)
     return Inference(ask=_ask(pictures, knobs, outputs), id=name, outputs=outputs)
+
+
+def _check_written(pictures: Pictures, outputs: Sequence[Output], served: Served) -> None:
+    """Refuses answers that would be too much JSON, before they are computed."""
+    each = {MAP: pictures.pixels // pictures.images, LABEL: 1, EXIT: 1}
+    classes = len(served.ladder.preprocessing.classes)
+    numbers = sum(each.get(output.name, classes) for output in outputs if not output.binary) * pictures.images
+    if numbers > MOST_NUMBERS:
+        fix = "ask for binary data (binary_data_output), or for fewer outputs"
+        raise UserError(f"an answer of {numbers:,} numbers in JSON: must be at most {MOST_NUMBERS:,}; {fix}")
 
 
 def _ask(pictures: Pictures, knobs: Knobs, outputs: Sequence[Output]) -> Ask:

@@ -16,9 +16,11 @@ from PIL import Image
 import cnmm
 from cnmm.serve import engine as engine_module
 from cnmm.serve import pool as pool_module
+from cnmm.serve import protocol as protocol_module
 from cnmm.serve import served as served_module
 from cnmm.serve.app import create_app
 from cnmm.serve.page import read_page
+from cnmm.serve.protocol import parse_inference
 from tests.helpers import RUN_CLI, complaint, made_up_ladder, python, refused, trained
 from tests.serve.servers import served
 
@@ -177,6 +179,18 @@ def test_the_same_controller_as_in_the_simulator(timed_ladder):
     assert type(controller).__module__ == "cnmm.serve.controller"
     assert (controller.policy.rule, controller.policy.point) == ("fixed", "e2c3")
     assert "fixed:POINT" in refused(create_app, timed_ladder, runtime="onnx", policy="quick")
+
+
+def test_answers_of_much_json_are_refused_beforehand(timed_ladder, monkeypatch):
+    """Writing them would hold up everybody."""
+    ladder = served_module.open_served(timed_ladder, runtime="onnx")
+    tensor = {"name": "image", "shape": [2, 8, 8, 3], "datatype": "UINT8", "data": [0] * 384}
+    ask = lambda **more: parse_inference(json.dumps({"inputs": [tensor], **more}).encode(), None, None, ladder)  # noqa: E731
+    assert ask().ask.pictures.images == 2
+    monkeypatch.setattr(protocol_module, "MOST_NUMBERS", 11)  # two images with four probabilities, a label and an exit
+    assert "12 numbers in JSON" in refused(ask)
+    assert ask(outputs=[{"name": "probabilities"}])
+    assert ask(parameters={"binary_data_output": True})
 
 
 # What is measured, shipped and said

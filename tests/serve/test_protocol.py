@@ -260,6 +260,14 @@ def test_wrong_requests_are_400_and_say_why(client, images):
     assert "must be a JSON object" in refusal(infer(client, b"[]"), 400)
     assert "0 to 255" in refusal(infer(client, request(images.astype(int) + 1, binary=False)[0]), 400)
     assert "allow" in wrong(parameters={"timeout": 1})
+    many = np.zeros((3000, *SHAPE), np.uint8)
+    body, size = request(many, outputs=[{"name": "probabilities"}] * 16, parameters={"timeout": 10**9})
+    assert infer(client, body, size, "e1c0").status_code == 200
+    body, size = request(many, outputs=[{"name": "probabilities"}] * 16 + [{"name": "exit"}])
+    assert "0 or more" in refusal(infer(client, body, size), 400)
+    tensor = {"name": "image", "shape": [300], "datatype": "BYTES", "parameters": {"binary_data_size": 1200}}
+    text = json.dumps({"inputs": [tensor]}).encode()
+    assert "at most 256" in refusal(infer(client, text + bytes(1200), len(text)), 413)
     assert "binary data" in refusal(infer(client, b"[" + b"1," * 2**20 + b"1]"), 413)
 
 

@@ -1,12 +1,15 @@
 """A worker without its process: what it answers, when it stops, and that the simulator stops where it does."""
 
+import io
 import math
 import mmap
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import cnmm
+from cnmm.runtime.inputs import sent_size
 from cnmm.serve import worker as module
 from cnmm.serve.controller import STAGE_MARGIN, Job, Ticket
 from cnmm.serve.simulate import World, _Service
@@ -119,3 +122,11 @@ def test_bad_images_and_bugs_end_no_worker(session, images, memory, capfd):
     reply = worker.answer(job(images[:1], memory, confidence=NEVER, until=math.inf))
     assert (reply["status"], reply["error"]) == (500, "a worker failed: IndexError")
     assert "IndexError" in capfd.readouterr().err
+
+
+def test_the_size_of_a_sent_image_is_known_without_decoding_it(monkeypatch):
+    file = io.BytesIO()
+    Image.new("RGB", (300, 200)).save(file, "png")
+    monkeypatch.setattr(Image.Image, "load", lambda image: pytest.fail("decoded"))
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda image: pytest.fail("decoded"))
+    assert sent_size(file.getvalue()) == ("PNG", 60_000)
