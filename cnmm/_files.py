@@ -75,7 +75,7 @@ def written_aside(folder: str | Path, *, overwrite: Callable[[Path], bool] | Non
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuses what no folder can take the place of: a link, and the folder that somebody is in, who would lose it."""
+    """Refuses what no folder can be put in the place of: a link, and the folder that somebody is in."""
     if folder.is_symlink():
         raise UserError(f"{folder} is a link; give the folder that it leads to")
     with suppress(OSError):  # the current folder may be gone

@@ -6,10 +6,10 @@ measurement, so writing `frontier.json` is the moment at which a new measurement
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import cnmm
@@ -33,6 +33,8 @@ from cnmm.run_images import CHOSEN_ON_TEST, RunImages
 KEPT = "frontier"
 """Folder among the checkpoints for what was measured so far."""
 _STATISTICS = "statistics"
+WRITING_S = 2.0
+"""About how long counting what would be written, drawing and writing take."""
 
 logger = logging.getLogger("cnmm")
 
@@ -45,7 +47,7 @@ def read_frontier(folder: Path) -> Frontier:
         name = f"{_STATISTICS}.safetensors"
     if name is None or not (folder / name).is_file():
         return frontier
-    return dataclasses.replace(frontier, buffers=load_statistics(folder / name))
+    return replace(frontier, buffers=load_statistics(folder / name))
 
 
 def measure_frontier(
@@ -93,7 +95,7 @@ def measure_frontier(
             split=split,
             kept=kept,
             clock=clock,
-            on_progress=on_progress,
+            on_progress=lambda progress: on_progress(replace(progress, left_s=progress.left_s + WRITING_S)),
         )
         frontier = _write(folder, with_written_costs(model, frontier), weights, latency)
         kept.clear()
@@ -130,7 +132,7 @@ def _write(folder: Path, frontier: Frontier, weights: str, latency: Mapping[str,
         name = f"{_STATISTICS}-{digest[:12]}.safetensors"
         write_atomically(folder / name, data)
         checksums[name] = digest
-    frontier = dataclasses.replace(frontier, checksums=checksums)
+    frontier = replace(frontier, checksums=checksums)
     figure = plot_frontier(frontier, latency)
     frontier.save(folder / FRONTIER_FILE)
     write_atomically(folder / "frontier.csv", frontier.to_csv().encode())

@@ -34,7 +34,7 @@ ALL_AT_ONCE = 20
 """All points are measured if that costs no more than so many passes of the full mixture; else there is a search."""
 NUM_POINTS = 96
 """Points that a search measures at most, unless told."""
-USUAL = {"damage": 1.0, "statistics": 1.5, "evaluation": 1.2, "best points": 1.2, "cascade": 1.5}
+USUAL = {"damage": 1.0, "statistics": 1.5, "evaluation": 1.2, "best points": 1.2, "cascade": 2.5}
 """How long a pass of the full mixture takes in each part of a measurement, relative to one another."""
 BEST_SHARE, MOST_BEST = 0.5, 8.0
 """What the best points take, as a share of what all points take, and in passes: until it is known which they are."""
