@@ -130,7 +130,7 @@ def test_about_says_what_a_page_needs(client):
     assert {"exit", "cuts", "macs", "quality", "metric", "ms"} <= about["points"][0].keys()
     assert about["cascade"].keys() >= {"point", "exits", "macs", "thresholds"}
     assert (about["target_ms"], about["policy"], about["cores"], about["runtime"]) == (2000, "adaptive", 2, "onnx")
-    assert about["lattice"] is None
+    assert about["lattice"].keys() == {"blocks", "scales", "points", "cascade"}
 
 
 def test_the_page_runs_nothing_but_itself(client):
