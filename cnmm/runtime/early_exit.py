@@ -45,6 +45,7 @@ class StageTimes:
         self._ratios.extend(ms / max(start, 1e-6) for ms, start in zip(times_ms, self._start, strict=False))
         self._factor = percentile(self._ratios.copy(), 95)
 
+
 MayBegin = Callable[[int, int, float], bool]
 """May a stage, counted from 0, begin with so many images? The third is the part of all images of the call that has
 answers when those that are together now have them."""
