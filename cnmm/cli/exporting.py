@@ -143,10 +143,11 @@ class Export:
             shown = {"float32_quality": f"float32 {words}", "quality": f"int8 {words}"}
         rows = [(*cells(row, "name", *COSTS), *(percent(row[name]) for name in shown)) for row in points]
         print_table(("point", *COST_WORDS, *shown.values()), rows)
+        number = "1 point" if len(rows) == 1 else f"{len(rows)} points"
         if self.ladder is not None and len(rows) < self.ladder:
-            say(f"{len(rows)} points, not {self.ladder}: no other measured point is better than every cheaper one")
+            say(f"{number}, not {self.ladder}: no other measured point is better than every cheaper one")
         say("macs and params are those of the files, and budgets go by them; the run counts the mixture's")
-        size = f"{len(rows)} points and a cascade of {answer['stages']} stages, {answer['bytes']:,} bytes"
+        size = f"{number} and a cascade of {answer['stages']} stages, {answer['bytes']:,} bytes"
         say(f"written: {answer['folder']}: {size}; try: cnmm predict {answer['folder']} IMAGE --budget 40%")
 
 
