@@ -33,7 +33,7 @@ from cnmm.run_images import CHOSEN_ON_TEST, RunImages
 KEPT = "frontier"
 """Folder among the checkpoints for what was measured so far."""
 _STATISTICS = "statistics"
-WRITING_S = 2.0
+WRITING_S = 1.0
 """About how long counting what would be written, drawing and writing take."""
 
 logger = logging.getLogger("cnmm")

@@ -1,6 +1,8 @@
 """Time left: a clock that counts what has not begun yet, on made-up work and on real trainings and measurements."""
 
 import itertools
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +19,9 @@ from tests.helpers import small_sample
 @pytest.fixture
 def now(monkeypatch):
     """A time that passes only where a test says so."""
-    time = [0.0]
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: time[0])
-    return time
+    passed = [0.0]
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: passed[0])
+    return passed
 
 
 def test_a_clock_counts_what_has_not_begun(now):
@@ -82,11 +84,11 @@ def test_durations(seconds, words):
 
 
 def test_a_line_now_and_then_where_there_is_no_terminal(capsys, monkeypatch):
-    time = [100.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: time[0])
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     with Bar() as bar:
         for second in range(100):
-            time[0] = 100.0 + second
+            now[0] = 100.0 + second
             bar.show("epoch 1/2", second / 100, 100 - second, "loss 1.0")
         bar.wait(Waiting(what="quiet", done=0.5))
     lines = capsys.readouterr().err.splitlines()
@@ -112,28 +114,34 @@ def photographs(folder, num):
     return str(folder)
 
 
-def ratios(work):
-    """Time left as it was said, relative to what it was, after a fifth of the work and before the last second."""
-    said, time = [], _progress.time.perf_counter
-    start = time()
-    result = work(lambda progress: said.append((time() - start, progress.left_s)))
-    whole = time() - start
-    return result, [left / (whole - now) for now, left in said if 0.2 * whole < now < whole - 1 and left is not None]
+def said_and_true(work):
+    """Time left as it was said and as it was, from a fifth of the work on."""
+    said, seconds = [], _progress.time.monotonic
+    start = seconds()
+    result = work(lambda progress: said.append((seconds() - start, progress.left_s)))
+    whole = seconds() - start
+    return result, [(left, whole - now) for now, left in said if now > 0.2 * whole and left is not None]
+
+
+def is_right(said, true):
+    """Within a factor of two; seconds are not counted."""
+    return true / 2 < said < 2 * true or abs(said - true) < 1.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("images", ["fashion", "photographs"])
-def test_time_left_is_right_within_a_factor_of_two(tmp_path, images):
-    """Most of what is said: a machine may become busy or idle in the middle of it."""
+def test_time_left_is_right_within_a_factor_of_two(tmp_path, images, monkeypatch):
+    """In seconds of this process alone: nobody can know what else a machine will do."""
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=time.process_time))
     options = {"model": "cnmm_tiny", "epochs": 4, "out": tmp_path / "run"}
     data = "fashion" if images == "fashion" else photographs(tmp_path / "photos", 60)
     more = {"size": 64, "batch_size": 8} if images == "photographs" else {}
     with small_sample():
-        run, training = ratios(lambda say: cnmm.train(data, on_step=say, on_wait=say, **options, **more))
-        _, measuring = ratios(lambda say: run.measure(test=True, on_progress=say))
+        run, training = said_and_true(lambda say: cnmm.train(data, on_step=say, on_wait=say, **options, **more))
+        _, measuring = said_and_true(lambda say: run.measure(test=True, on_progress=say))
     for found in (training, measuring):
-        assert len(found) > 5
-        assert np.mean([0.5 < ratio < 2 for ratio in found]) > 0.8, np.quantile(found, [0, 0.1, 0.5, 0.9, 1])
+        assert len(found) > 10
+        assert np.mean([is_right(*pair) for pair in found]) > 0.9, found[:: len(found) // 10]
 
 
 def test_everything_that_takes_a_while_is_said(tmp_path):
