@@ -111,6 +111,7 @@ VERBS = {
     "report": ["Run", "Run.report"],
     "serve": ["serve.listen.serve"],
     "simulate": ["serve.simulate.simulate"],
+    "loadtest": ["serve.loadtest.loadtest"],
 }
 """What does the work of each verb, as a name inside cnmm."""
 SPELLED = {"run": "folder", "plot": "path", "top": "k", "ladder": "points", "skip_bad": "skip_bad"}
@@ -135,7 +136,11 @@ def test_every_verb_can_be_called_from_python():
 
 
 @pytest.mark.parametrize(
-    "verb", ["evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report", "serve", "simulate"]
+    "verb",
+    [
+        *("evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report"),
+        *("serve", "simulate", "loadtest"),
+    ],
 )
 def test_every_flag_is_a_parameter(verb):
     """What a verb can be told, its functions can be told."""

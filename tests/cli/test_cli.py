@@ -72,6 +72,10 @@ OPTIONS = {
         *("--arrivals", "--load", "--target-ms", "--policy", "--cores", "--images", "--requests", "--runtime"),
         *("--seed", "-o", "--out", "--json", "--debug"),
     },
+    "loadtest": {
+        *("--arrivals", "--rate", "--load", "--requests", "--target-ms", "--images", "--data", "--images-per-request"),
+        *("--seed", "-o", "--out", "--json", "--debug"),
+    },
     "bench": {"--runtime", "--threads", "--batch", "--precision", "--seconds", "--json", "--debug"},
 }
 """The contract: scripts of users depend on every one of these."""
