@@ -62,7 +62,7 @@ class LoadTest:
     def show(self, answer: dict[str, Any]) -> None:
         show_trial(answer)
         words = "found with labels" if answer["labelled"] else "expected by the server"
-        rate = f"{answer['rate']:.4g} requests/s, load {answer['load']:.3g}, policy {answer['policy']}"
+        rate = f"{answer['rate']:.4g} requests/s, mean load {answer['mean_load']:.3g}, policy {answer['policy']}"
         say(f"accuracy is {words}; {rate}; worst {_ms(answer['worst_ms'])}")
         say(f"errors {answer['errors']}, lost {answer['lost']}")
         for reason, num in answer["reasons"].items():

@@ -41,10 +41,11 @@ class About:
 
 def ask_about(address: Address) -> About:
     """Asks a server of `cnmm serve`; any other is refused."""
+    answer = _get(address, "/about")
     with inside(address.authority, "is it a server of `cnmm serve`?"):
-        about = _get(address, "/about")
+        about = _object(answer, "/about")
         model = _fields.get(about, "model", _fields.TEXT)
-        described = _get(address, f"/v2/models/{model}")
+        described = _object(_get(address, f"/v2/models/{model}"), f"/v2/models/{model}")
         (tensor,) = _fields.get(described, "inputs", _fields.list_of(_fields.OBJECT, 1))
         _fields.get(tensor, "datatype", _fields.one_of("UINT8"), "inputs[0].")
         size = _fields.get(about, "input", _fields.OBJECT)
@@ -67,7 +68,7 @@ def ask_about(address: Address) -> About:
         )
 
 
-def _get(address: Address, path: str) -> Mapping[str, Any]:
+def _get(address: Address, path: str) -> tuple[int, bytes]:
     if address.secure:
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
             address.host, address.port, timeout=TIMEOUT_S, context=ssl.create_default_context()
@@ -77,12 +78,17 @@ def _get(address: Address, path: str) -> Mapping[str, Any]:
     try:
         connection.request("GET", f"{address.prefix}{path}")
         answer = connection.getresponse()
-        body = answer.read(_MOST_BYTES)
+        return answer.status, answer.read(_MOST_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"no answer: {str(error) or type(error).__name__}; start `cnmm serve` there") from None
+        words = str(error) or type(error).__name__
+        raise UserError(f"{address.authority}: no answer ({words}); start `cnmm serve` there") from None
     finally:
         connection.close()
-    if answer.status != 200:
-        raise UserError(f"GET {path} was answered with status {answer.status}")
+
+
+def _object(answer: tuple[int, bytes], path: str) -> Mapping[str, Any]:
+    status, body = answer
+    if status != 200:
+        raise UserError(f"GET {path} was answered with status {status}")
     found: Mapping[str, Any] = _fields.checked(parse_json(body), path, _fields.OBJECT)
     return found

@@ -77,7 +77,7 @@ def loadtest(
         draw_trial(Path(out), title if test.valid else f"{title} (INVALID)", test.trial, capacity)
     return test.trial, {
         "arrivals": arrivals,
-        "load": float(requests / times[-1] / capacity),
+        "mean_load": float(requests / times[-1] / capacity),
         **test.summary(step=arrivals == "step", seed=seed),
     }
 

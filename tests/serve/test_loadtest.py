@@ -168,7 +168,7 @@ def test_the_verb(server, capsys, tmp_path):
     assert answer["labelled"] is False
     assert answer["errors"] == answer["lost"] == 0
     assert answer["rate"] == pytest.approx(100)
-    assert answer["load"] == pytest.approx(3)
+    assert answer["mean_load"] == pytest.approx(3)
     assert answer["policy"] == "fixed:e4c0"
     assert answer["slowdown"] == pytest.approx(1)
     assert answer["noise"] == pytest.approx(0)
