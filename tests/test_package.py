@@ -109,12 +109,19 @@ VERBS = {
         *("runtime.drawing.draw_labels", "runtime.drawing.compare_budgets"),
     ],
     "report": ["Run", "Run.report"],
-    "serve": ["serve.listen.serve"],
+    "serve": ["serve.listen.serve", "serve.ray_serve.serve_with_ray"],
     "simulate": ["serve.simulate.simulate"],
     "loadtest": ["serve.loadtest.loadtest"],
 }
 """What does the work of each verb, as a name inside cnmm."""
-SPELLED = {"run": "folder", "plot": "path", "top": "k", "ladder": "points", "skip_bad": "skip_bad"}
+SPELLED = {
+    "run": "folder",
+    "plot": "path",
+    "top": "k",
+    "ladder": "points",
+    "skip_bad": "skip_bad",
+    "engine": "replicas",
+}
 """Flags whose parameter has another name."""
 
 

@@ -66,7 +66,8 @@ OPTIONS = {
         *("-o", "--out", "--shard", "--budgets", "--json", "--debug"),
     },
     "serve": {
-        *("--target-ms", "--runtime", "--cores", "--host", "--port", "--policy", "--drain-s", "--json", "--debug"),
+        *("--target-ms", "--runtime", "--cores", "--host", "--port", "--policy", "--drain-s"),
+        *("--engine", "--replicas", "--json", "--debug"),
     },
     "simulate": {
         *("--arrivals", "--load", "--target-ms", "--policy", "--cores", "--images", "--requests", "--runtime"),
