@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "training": BELOW_EVALUATION | {"evaluation"},
     "export": BELOW_EVALUATION | {"evaluation", "training"},
     "runtime": {"private", "values", "data"},
-    "serve": {"private", "values", "runtime"},
+    "serve": {"private", "values", "data", "runtime"},
     "run": BELOW_EVALUATION | {"evaluation", "training", "export", "runtime"},
     "cli": BELOW_EVALUATION | {"evaluation", "training", "export", "runtime", "serve", "run"},
 }

@@ -109,11 +109,19 @@ VERBS = {
         *("runtime.drawing.draw_labels", "runtime.drawing.compare_budgets"),
     ],
     "report": ["Run", "Run.report"],
-    "serve": ["serve.listen.serve"],
+    "serve": ["serve.listen.serve", "serve.ray_serve.serve_with_ray"],
     "simulate": ["serve.simulate.simulate"],
+    "loadtest": ["serve.loadtest.loadtest"],
 }
 """What does the work of each verb, as a name inside cnmm."""
-SPELLED = {"run": "folder", "plot": "path", "top": "k", "ladder": "points", "skip_bad": "skip_bad"}
+SPELLED = {
+    "run": "folder",
+    "plot": "path",
+    "top": "k",
+    "ladder": "points",
+    "skip_bad": "skip_bad",
+    "engine": "replicas",
+}
 """Flags whose parameter has another name."""
 
 
@@ -135,7 +143,11 @@ def test_every_verb_can_be_called_from_python():
 
 
 @pytest.mark.parametrize(
-    "verb", ["evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report", "serve", "simulate"]
+    "verb",
+    [
+        *("evaluate", "frontier", "choose", "slim", "export", "bench", "predict", "report"),
+        *("serve", "simulate", "loadtest"),
+    ],
 )
 def test_every_flag_is_a_parameter(verb):
     """What a verb can be told, its functions can be told."""

@@ -24,6 +24,7 @@ from cnmm._files import FORMAT_VERSION
 from cnmm.cli.budgets import Choose, MeasureFrontier
 from cnmm.cli.evaluating import Evaluate
 from cnmm.cli.exporting import Export, Report, Slim
+from cnmm.cli.load_testing import LoadTest
 from cnmm.cli.models import Draw, Info, Models
 from cnmm.cli.running import Bench, Predict
 from cnmm.cli.serving import Serve, Simulate
@@ -58,6 +59,7 @@ VERBS: dict[str, Callable[..., Verb]] = {
     "report": Report,
     "serve": Serve,
     "simulate": Simulate,
+    "loadtest": LoadTest,
 }
 
 
@@ -141,4 +143,4 @@ def run(args: list[str]) -> int:
         print(json.dumps({"format_version": FORMAT_VERSION, **answer}, allow_nan=False))
     else:
         verb.show(answer)
-    return 0
+    return 0 if answer.get("valid", True) else 1  # a measurement that must not be trusted is no success

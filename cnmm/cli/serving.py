@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -46,30 +46,38 @@ class Serve:
     """adaptive, slackfit (spends the slack of the earliest deadline), or fixed:POINT."""
     drain_s: Annotated[float, arg(metavar="S", help_behavior_hint="(default: 5)")] = 5.0
     """After SIGTERM, go on serving for so long, while the server already says that it is not ready."""
+    engine: Annotated[Literal["uvicorn", "ray"], arg(help_behavior_hint="(default: uvicorn)")] = "uvicorn"
+    """uvicorn: a server with its own workers. ray: replicas of it behind Ray Serve, on one machine or on many."""
+    replicas: Annotated[str | None, arg(metavar="N|N-M", help_behavior_hint="(default: 2)")] = None
+    """Of --engine ray: how many, or a range within which Ray follows the load; --cores is for each, default 1."""
     common: Common = Common()
 
     def answer(self) -> dict[str, Any]:
+        if self.replicas is not None and self.engine != "ray":
+            raise UserError(f"--replicas {self.replicas}: works with --engine ray only; leave it out, or use both")
         try:
             from cnmm.serve.listen import serve
+            from cnmm.serve.ray_serve import serve_with_ray
         except ModuleNotFoundError as error:
             raise UserError(f'serving needs {error.name}; install it with: pip install "cnmm[serve]"') from None
+        names = ("target_ms", "runtime", "cores", "host", "port", "policy", "drain_s")
+        settings = {name: getattr(self, name) for name in names} | {"latency": resolve(self.source, ladder=True)}
         with ladder_of(self.source) as folder:
-            return serve(
-                folder,
-                target_ms=self.target_ms,
-                runtime=self.runtime,
-                cores=self.cores,
-                host=self.host,
-                port=self.port,
-                policy=self.policy,
-                drain_s=self.drain_s,
-                latency=resolve(self.source, ladder=True),
-                on_ready=say_ready,
-            )
+            if self.engine == "ray":
+                return serve_with_ray(folder, **settings, replicas=self.replicas or "2", on_ready=say_address)
+            return serve(folder, **settings, on_ready=say_ready)
 
     def show(self, answer: dict[str, Any]) -> None:
+        if self.engine == "ray":
+            return
         counts = ", ".join(f"{count:,} {outcome}" for outcome, count in answer["requests"].items())
         say(f"requests: {counts or 'none'}")
+
+
+def say_address(url: str) -> None:
+    """Where Ray serves."""
+    say(f"{url} is served by Ray; Ctrl-C ends it")
+    say(f"try: curl --data-binary @cat.jpg {url}/predict")
 
 
 def say_ready(url: str, engine: Engine) -> None:

@@ -66,7 +66,8 @@ def _gamma(generator: np.random.Generator, spec: str, value: str, num: int) -> F
 
 def _trace(path: Path, num: int, per_ms: float) -> Floats:
     try:
-        seconds = np.sort(np.array(read_regular(path, _MOST_TRACE).split(), np.float64))
+        lines = read_regular(path, _MOST_TRACE).splitlines()
+        seconds = np.sort(np.array([line for line in lines if line.strip() and line[:1] != b"#"], np.float64))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a trace, one time in seconds per line: {error}") from None
     if len(seconds) < 2 or not np.isfinite(seconds).all() or seconds[-1] <= seconds[0]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm.cascade import Cascade, Threshold
 from cnmm.frontier import Frontier
@@ -21,6 +22,7 @@ from cnmm.ladder import read_ladder
 from cnmm.runtime.latency import Measurement, RuntimeName, measurement
 
 Floats = npt.NDArray[np.float64]
+_MS = _fields.number(above=0, most=1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,27 @@ class Menu:
             "full_ms": self.full_ms,
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_dict` made, perhaps on another machine; without the cascade's thresholds, so `pinned` needs more."""
+        objects = _fields.list_of(_fields.OBJECT, least=1, most=10_000)
+        points = [_read_row(row, f"points[{n}].") for n, row in enumerate(_fields.get(data, "points", objects))]
+        rows = [_read_row(row, f"rows[{n}].") for n, row in enumerate(_fields.get(data, "rows", objects))]
+        stage_ms = _fields.get(data, "stage_ms", _fields.list_of(_MS, most=1000))
+        if hull(rows) != tuple(rows):
+            raise UserError("rows: must be a hull, from the cheapest to the best")
+        if any(len(row.leaves) not in (0, len(stage_ms)) for row in rows):
+            raise UserError(f"rows: a cascade of {len(stage_ms)} stages must say how many images leave at each")
+        return cls(
+            model=_fields.get(data, "model", _fields.TEXT),
+            metric=_fields.get(data, "metric", _fields.TEXT),
+            points={row.point: row for row in points},
+            cascade=None,
+            stage_ms=tuple(stage_ms),
+            full_ms=_fields.get(data, "full_ms", _MS),
+            rows=tuple(rows),
+        )
+
 
 def make_menu(frontier: Frontier, point_ms: Mapping[str, float], stage_ms: Sequence[float] = ()) -> Menu:
     """The menu of a ladder's points and cascade, given how long each point and each stage takes for one image."""
@@ -190,3 +213,19 @@ def _threshold_row(cascade: Cascade, threshold: Threshold, passed: Floats) -> Ro
 
 def _brief(row: Row) -> dict[str, Any]:
     return {"point": row.point, "quality": row.quality, "ms": row.ms, "macs": row.macs, "exit": row.exit}
+
+
+_ROW: dict[str, _fields.Check] = {
+    "point": _fields.TEXT,
+    "quality": _fields.SHARE,
+    "ms": _MS,
+    "macs": _fields.number(0),
+    "exit": _fields.whole(1, 1000),
+    "confidence": _fields.list_of(_fields.NUMBER, most=1000),
+    "leaves": _fields.list_of(_fields.SHARE, most=1000),
+}
+
+
+def _read_row(data: Mapping[str, Any], where: str) -> Row:
+    fields = _fields.get_all({"confidence": (), "leaves": (), **data}, _ROW, where)
+    return Row(**fields | {name: tuple(fields[name]) for name in ("confidence", "leaves")})

@@ -66,10 +66,15 @@ OPTIONS = {
         *("-o", "--out", "--shard", "--budgets", "--json", "--debug"),
     },
     "serve": {
-        *("--target-ms", "--runtime", "--cores", "--host", "--port", "--policy", "--drain-s", "--json", "--debug"),
+        *("--target-ms", "--runtime", "--cores", "--host", "--port", "--policy", "--drain-s"),
+        *("--engine", "--replicas", "--json", "--debug"),
     },
     "simulate": {
         *("--arrivals", "--load", "--target-ms", "--policy", "--cores", "--images", "--requests", "--runtime"),
+        *("--seed", "-o", "--out", "--json", "--debug"),
+    },
+    "loadtest": {
+        *("--arrivals", "--rate", "--load", "--requests", "--target-ms", "--images", "--data", "--images-per-request"),
         *("--seed", "-o", "--out", "--json", "--debug"),
     },
     "bench": {"--runtime", "--threads", "--batch", "--precision", "--seconds", "--json", "--debug"},
