@@ -48,7 +48,7 @@ from cnmm.run_exporting import CALIBRATION_IMAGES, CHECKED_IMAGES, Exported, che
 from cnmm.run_folder import CONFIG_FILE, is_run, is_slim, load, load_preprocessing, read_config
 from cnmm.run_images import RunImages
 from cnmm.run_measuring import measure_frontier, read_frontier
-from cnmm.runtime.latency import measured_p95
+from cnmm.runtime.latency import RuntimeName, measured_p95
 from cnmm.runtime.session import Session
 from cnmm.training.batches import start_workers
 from cnmm.training.card import card
@@ -185,9 +185,12 @@ class Run:
         last = self.model.config.exit_numbers[-1]
         return named_point(self.model, point or f"e{last}c0")
 
-    def choose(self, budget: str | float | Budget) -> FrontierPoint:
-        """The best measured point within a budget; milliseconds are those of onnxruntime with all usable cores."""
-        latency = measured_p95(self.folder, needed=True) if parse_budget(budget).kind == "ms" else None
+    def choose(
+        self, budget: str | float | Budget, *, runtime: RuntimeName = "onnx", threads: int | None = None
+    ) -> FrontierPoint:
+        """The best measured point within a budget; milliseconds are those of a runtime with so many threads (all)."""
+        needed = parse_budget(budget).kind == "ms"
+        latency = measured_p95(self.folder, runtime=runtime, threads=threads, needed=True) if needed else None
         return self.frontier.choose(budget, latency)
 
     def evaluate(

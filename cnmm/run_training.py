@@ -69,8 +69,7 @@ def train(
     out = Path(out)
     variant = {name: fields.pop(name) for name in VARIANT if name in fields}
     config = find_recipe(recipe, **fields)
-    if resume and overwrite:
-        raise UserError("resume goes on with a run, overwrite starts it anew: give only one of them")
+    _check_one_of(resume, overwrite)
     distributed.start(config.device)
     first = distributed.rank() == 0  # it speaks and writes for all
     on_wait = on_wait if first else no_wait
@@ -78,16 +77,13 @@ def train(
         images = _open_images(data, out, size=size, skip_bad=skip_bad, resume=resume, on_wait=on_wait)
         config = _fitted(config, images, fields)
         torch.manual_seed(config.seed)
+        mixture = _initial(init, model, images, variant) if init else _new_model(model, images, recipe, variant)
         if init:  # trained weights are not to be replaced
             config = dataclasses.replace(config, stem_init="random")
-            mixture = _initial(init, model, images, variant)
-        else:
-            mixture = _new_model(model, images, recipe_variant(recipe) | variant)
         config = _within_memory(config, mixture, fields, out if resume and is_run(out) else None)
         going_on = resume or distributed.restarted()
-        if config.teacher and not (going_on and (out / ANSWERS_FILE).exists()):
-            open_teacher(config.teacher, images)  # if it does not fit, before anything is written
-        about = {"data": describe_data(images), **({"init": str(init)} if init else {})}
+        _check_teacher(config, images, out, going_on=going_on)
+        about = {"data": describe_data(images)} | ({"init": str(init)} if init else {})
         going_on = _start(out, mixture, images, config, about, resume=going_on, overwrite=overwrite)
         run_loop(
             mixture,
@@ -101,9 +97,18 @@ def train(
             should_stop=should_stop,
         )
         distributed.end()
-        run = Run(out, data=data, on_wait=on_wait)
-        run.images.data = images  # they need not be read again
-        return _finished(run, "validation" if images.test is None else "test", first=first)
+        return _finished(Run(out, data=data, on_wait=on_wait), images, first=first)
+
+
+def _check_one_of(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise UserError("resume goes on with a run, overwrite starts it anew: give only one of them")
+
+
+def _check_teacher(config: TrainConfig, images: DataSet, out: Path, *, going_on: bool) -> None:
+    """Refuses one that does not fit, before anything is written; a run that goes on may have its answers."""
+    if config.teacher and not (going_on and (out / ANSWERS_FILE).exists()):
+        open_teacher(config.teacher, images)
 
 
 def _with_curves(on_epoch: Callable[[EpochResult], None], out: Path) -> Callable[[EpochResult], None]:
@@ -118,10 +123,11 @@ def _with_curves(on_epoch: Callable[[EpochResult], None], out: Path) -> Callable
     return report
 
 
-def _finished(run: Run, split: str, *, first: bool) -> Run:
+def _finished(run: Run, images: DataSet, *, first: bool) -> Run:
     """Process 0 measures the result and writes its card."""
+    run.images.data = images  # they need not be read again
     if first:
-        run.evaluation = run.evaluate(split=split)
+        run.evaluation = run.evaluate(split="validation" if images.test is None else "test")
         write_atomically(run.folder / "README.md", run.card(run.evaluation).encode())
     return run
 
@@ -234,8 +240,9 @@ def describe_data(data: DataSet) -> dict[str, Any]:
     return {field: getattr(data, field) for field in ("name", "spec", "classes", "mean", "std", "size", *optional)}
 
 
-def _new_model(name: str | None, data: DataSet, variant: dict[str, Any]) -> Mixture:
+def _new_model(name: str | None, data: DataSet, recipe: str, variant: dict[str, Any]) -> Mixture:
     """The model that was asked for, or the one that fits the images."""
+    variant = recipe_variant(recipe) | variant
     if name is None:
         name, _, why = suggest_model(data)
         logger.info("model %s: %s", name, why)

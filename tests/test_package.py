@@ -107,6 +107,7 @@ VERBS = {
     "predict": [
         *("Session", "Session.predict", "runtime.session.predict_once", "Prediction.top"),
         *("runtime.drawing.draw_labels", "runtime.drawing.compare_budgets"),
+        "runtime.records.predict_to_file",
     ],
     "report": ["Run", "Run.report"],
     "serve": ["serve.listen.serve", "serve.ray_serve.serve_with_ray"],

@@ -96,11 +96,12 @@ class Images:
         config = self.config
         views: list[PhotoView] = []
         if config.area[0] < 1 or config.colour:
-            views = [draw_photo_view((config.seed, "photo", epoch, int(index)), config) for index in chosen]
+            sides: list[bool | None] = [None] * len(chosen) if mirrored is None else mirrored.tolist()
+            views = [
+                draw_photo_view((config.seed, "photo", epoch, int(index)), config, side)
+                for index, side in zip(chosen, sides, strict=True)
+            ]
         if config.area[0] < 1:
-            if mirrored is not None:
-                sides = (mirrored & config.flip).tolist()
-                views = [view._replace(mirrored=side) for view, side in zip(views, sides, strict=True)]
             shown, mirrored = show_parts(pixels, views), torch.tensor([view.mirrored for view in views])
         else:
             crops = draw_views(len(pixels), config, generator, places, mirrored)

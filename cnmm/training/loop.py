@@ -21,7 +21,6 @@ from cnmm._progress import OnWait, no_wait
 from cnmm.data import DataSet, divide
 from cnmm.evaluation.statistics import reestimated
 from cnmm.mixture import Mixture
-from cnmm.orders import load_orders
 from cnmm.training.batches import Images, start_workers, steps_per_epoch
 from cnmm.training.checkpoint import Checkpoints
 from cnmm.training.config import TrainConfig
@@ -55,8 +54,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Mixture:
     """Trains a mixture into a run folder and returns it, in eval mode with its statistics for inference."""
-    parts = divide(data, config.val, config.seed)
-    kept, _ = parts
+    kept, _ = parts = divide(data, config.val, config.seed)
     steps = steps_per_epoch(config, len(kept))
     device = distributed.pick_device(config.device)
     optimizer = Optimizer(model.to(device).train(), config)
@@ -67,8 +65,7 @@ def train(
 
     with start_workers(data, config) as workers:
         images = make_images(data, config, device=device, workers=workers)
-        orders = load_orders(folder, model.config) is not None
-        clock = training_clock(model, images, data, parts, done=done, orders=orders)
+        clock = training_clock(model, images, data, parts, folder, done=done)
         meter = Meter(model, total=config.epochs * steps, done=done, clock=clock, on_wait=on_wait)
         task = training_task(model, data, kept, config)
         images.answers = teacher_answers(images, data, kept, folder)
@@ -102,14 +99,16 @@ def train(
                 raise Stopped(f"stopped after epoch {epoch + 1}")
         average.copy_to(model)
         if config.statistics == "re-estimated":
-            num = min(images.num_for_statistics, len(kept))
-            batches = meter.watch(
-                "statistics", "estimating statistics", images.statistics_batches(data.train, kept), num
-            )
-            with distributed.paused():
-                model = reestimated(model, batches)
-    save_result(model, folder)
-    return model.eval()
+            model = with_statistics(model, images, data, kept, meter)
+    return saved(model, folder)
+
+
+def with_statistics(model: Mixture, images: Images, data: DataSet, kept: np.ndarray, meter: Meter) -> Mixture:
+    """The model with statistics of its expectations, on training images."""
+    num = min(images.num_for_statistics, len(kept))
+    batches = meter.watch("statistics", "estimating statistics", images.statistics_batches(data.train, kept), num)
+    with distributed.paused():
+        return reestimated(model, batches)
 
 
 def start_weights(
@@ -128,11 +127,12 @@ def start_log(folder: Path, done: int) -> None:
     distributed.wait()
 
 
-def save_result(model: Mixture, folder: Path) -> None:
-    """Process 0 writes the weights; the others wait for it."""
+def saved(model: Mixture, folder: Path) -> Mixture:
+    """The result, in eval mode. Process 0 writes the weights; the others wait for it."""
     if distributed.rank() == 0:
         run_folder.save_weights(model, folder)
     distributed.wait()
+    return model.eval()
 
 
 def agree(loss: Tensor, stop: bool) -> tuple[float, bool]:

@@ -37,8 +37,8 @@ class PhotoView(NamedTuple):
     """Factors of brightness, contrast and saturation."""
 
 
-def draw_photo_view(key: tuple[object, ...], config: TrainConfig) -> PhotoView:
-    """The view that belongs to a key, such as (seed, epoch, image)."""
+def draw_photo_view(key: tuple[object, ...], config: TrainConfig, mirrored: bool | None = None) -> PhotoView:
+    """The view that belongs to a key, such as (seed, epoch, image); `mirrored` says the side, where it is not drawn."""
     area, ratio, *place, side, brightness, contrast, saturation = draw(key, 8).tolist()
     low, high = config.area
     share, stretch = (low + (high - low) * area) ** 0.5, RATIO ** (ratio - 0.5)
@@ -46,7 +46,7 @@ def draw_photo_view(key: tuple[object, ...], config: TrainConfig) -> PhotoView:
     return PhotoView(
         size=(min(1.0, share / stretch), min(1.0, share * stretch)),
         place=(place[0], place[1]),
-        mirrored=config.flip and side < 0.5,
+        mirrored=config.flip and (side < 0.5 if mirrored is None else mirrored),
         colours=(colours[0], colours[1], colours[2]),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from cnmm.evaluation.statistics import reestimated
 from cnmm.evaluation.task import task_of
 from cnmm.frontier import RE_ESTIMATED
 from cnmm.mixture import Mixture
+from cnmm.orders import load_orders
 from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
 from cnmm.training.optim import GradientNorms, learning_rate
@@ -124,11 +126,11 @@ class Meter:
 
 
 def training_clock(
-    model: Mixture, images: Images, data: DataSet, parts: tuple[np.ndarray, np.ndarray], *, done: int, orders: bool
+    model: Mixture, images: Images, data: DataSet, parts: tuple[np.ndarray, np.ndarray], folder: Path, *, done: int
 ) -> Clock:
     """The clock of a training that has taken `done` steps: what is left of it, evaluation and all.
 
-    `parts`: images trained on, and held out; `orders`: were cutting orders by damage measured already?
+    `parts`: images trained on, and held out; `folder` may have cutting orders by damage already.
     """
     config, (kept, held_out) = images.config, parts
     steps = len(kept) // config.batch_size
@@ -140,7 +142,7 @@ def training_clock(
     estimated = config.statistics == RE_ESTIMATED
     after_epoch, after_all = (min(num, len(kept)) for num in (images.num_after_epoch, images.num_for_statistics))
     tested = len(held_out) if data.test is None else len(data.test)
-    measures_damage = tuned < total and config.ladder_rule != "flow" and not orders
+    measures_damage = tuned < total and config.ladder_rule != "flow" and load_orders(folder, model.config) is None
     return Clock(
         USUAL,
         {
