@@ -6,8 +6,8 @@ BIN := .venv/bin
 # More arguments for pytest: make test ARGS="tests/test_chain.py -x"
 ARGS ?=
 
-# The trained model of `make serve`: a folder of models/, or a run of yours.
-MODEL ?= models/cnmm_b4s3.cifar10
+# What `make serve` serves: a trained model by name, a ladder folder, or a run of yours.
+MODEL ?= fashion
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -30,10 +30,8 @@ demo: .venv/.installed ## the whole story on real images: train, measure, export
 	$(BIN)/python examples/demo.py
 
 serve: .venv/.installed ## serve a trained model on this machine: open the address that it says in a browser
-	@test -d demo/serve/$(notdir $(MODEL)) || { mkdir -p demo/serve && \
-		$(BIN)/cnmm export $(MODEL) --ladder 8 -o demo/serve/$(notdir $(MODEL)); }
 	@echo "starting; then open the address below in a browser, and drop an image on the page"
-	@$(BIN)/cnmm serve demo/serve/$(notdir $(MODEL))
+	@$(BIN)/cnmm serve $(MODEL)
 
 test: .venv/.installed ## run all tests in two processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)

@@ -44,7 +44,8 @@ def main() -> None:
     run = train()
     trace(run)
     export(run)
-    classify()
+    classify(FOLDER / "ladder", "the ladder just made")
+    classify("fashion", "the model in the package, trained on all of Fashion-MNIST")
     export_pixels(train_pixels())
     label_pixels()
     show_next(time.perf_counter() - start)
@@ -84,13 +85,13 @@ def export(run: cnmm.Run) -> None:
     run.export_ladder(FOLDER / "ladder", 6)
 
 
-def classify() -> None:
+def classify(ladder: str | Path, what: str) -> None:
     """What `cnmm predict demo/ladder IMAGE --budget 50%` does, for all test images at once and one by one."""
     images, labels = fashion_sample("test")
-    table = Table(title=f"{len(images):,} test images through the ladder (onnxruntime, no torch)")
+    table = Table(title=f"{len(images):,} test images through {what} (onnxruntime, no torch)")
     for column in ("asked for", "runs", "macs per image", "accuracy", "time of one image"):
         table.add_column(column, justify="right" if column not in ("asked for", "runs") else "left")
-    with cnmm.Session(FOLDER / "ladder") as session:
+    with cnmm.Session(ladder) as session:
         for words, asked in (
             *((f"budget {budget}", {"budget": budget}) for budget in BUDGETS),
             ("confidence 0.8", {"confidence": 0.8}),
@@ -145,6 +146,7 @@ def show_next(seconds: float) -> None:
     out.print("  demo/full.svg cut.svg the lattice at full cost and at half of it")
     out.print("  demo/strips/          one scene labelled at three budgets")
     out.print("\nNext:")
+    out.print("  make serve                                      a server whose quality bends under load, and a page")
     out.print("  cnmm report demo/run                            one page about all of it")
     out.print("  cnmm choose demo/run --budget acc:0.75          the cheapest point that is good enough")
     out.print("  cnmm bench demo/ladder                          its latency here; then --budget 1ms works")
@@ -153,4 +155,4 @@ def show_next(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    classify() if sys.argv[1:] == ["light"] else main()
+    classify(FOLDER / "ladder", "the ladder in demo/") if sys.argv[1:] == ["light"] else main()

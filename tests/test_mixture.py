@@ -28,6 +28,7 @@ SIZES = {
     "cnmm_b6s3": (9, 8),
     "cnmm_b12s3": (8, 8),
     "cnmm_full8": (13, 12),
+    "cnmm_grey": (17, 16),
     "cnmm_b5s4": (64, 64),
     "cnmm_seg_b5s5": (128, 128),
 }

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import cnmm
+from cnmm.data import fashion_sample
+from cnmm.pretrained import pretrained
 from cnmm.run import Run
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -65,3 +67,26 @@ def test_a_folder_of_the_same_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cnmm.save(cnmm.create_model("cnmm_tiny"), "cnmm_b6s3.cifar10")
     assert cnmm.load("cnmm_b6s3.cifar10").config.name == "cnmm_tiny"
+
+
+def test_the_model_in_the_package_answers_offline():
+    """By name, without torch or a download; on test images that no training saw."""
+    images, labels = fashion_sample("test")
+    with cnmm.Session("fashion", threads=1) as session:
+        full = session.predict(images)
+        half = session.predict(images, budget="50%")
+    for answer, least in ((full, 0.89), (half, 0.88)):
+        assert (answer.probabilities.argmax(1) == labels).mean() > least
+    assert half.macs < 0.5 * cnmm.Frontier.load(pretrained("fashion") / "frontier.json").full_macs
+
+
+def test_the_model_in_the_package_is_the_one_that_its_ladder_runs():
+    images, _ = fashion_sample("test")
+    run = Run("cnmm_grey.fashion")
+    point = run.frontier.envelope()[-1].name
+    with cnmm.Session("fashion", threads=1) as session:
+        answer = session.predict(images[:50], point=point)
+    x = run.images.prepared.prepare(torch.from_numpy(images[:50]).permute(0, 3, 1, 2))
+    with torch.no_grad():
+        logits = run.settled(cnmm.named_point(run.model, point))(x, cnmm.named_point(run.model, point))
+    assert np.allclose(answer.probabilities, logits.softmax(1).numpy(), atol=1e-4)

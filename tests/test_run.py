@@ -50,9 +50,11 @@ def test_latency_of_a_run_is_stored_with_it(own_run):
     run = Run(own_run)
     assert run.latency() == {}
     with run.as_ladder(2) as folder:
-        cnmm.bench(folder, runtime="onnx", threads=1, seconds=0, out=own_run)
+        cnmm.bench(folder, runtime="onnx", seconds=0, out=own_run)
+    assert run.latency()
     assert run.latency().keys() <= {point.name for point in run.frontier.points}
     assert run.choose("9999ms").name in run.latency()
+    assert "not measured with onnx, float32, 77 threads" in refused(run.choose, "9999ms", threads=77)
     assert "fastest" in refused(run.choose, "0.0001ms")
 
 
@@ -146,7 +148,7 @@ def test_samples_have_the_runs_temperature_and_cost_as_many_passes(own_run):
     for hard in (False, True):
         found = run.evaluate(split="validation", monte_carlo=3, hard=hard)
         generator = seeded(run.config.seed, "monte-carlo")
-        options = {"monte_carlo": 3, "hard": hard, "temperature": 0.37, "generator": generator}
+        options = {"monte_carlo": 3, "hard": hard, "temperature": 0.37, "generator": generator, "detailed": True}
         expected = evaluate_exits(run.model, run.images.batches(part, chosen), **options)
         assert found.exits == expected
         assert found.macs == found.exit_macs[3] == 3 * one.macs

@@ -130,7 +130,7 @@ def test_predict_choose_and_bench_on_a_ladder(ladder, photo, capsys, tmp_path):
     assert answer["results"][0]["file"] == str(photo)
     assert len(answer["results"][0]["top"]) == 2
     assert "cnmm bench" in complaint(capsys, "choose", ladder, "--budget", "5ms")
-    timed = ask(capsys, "bench", ladder, "--runtime", "onnx", "--threads", 1, "--seconds", 0.05)
+    timed = ask(capsys, "bench", ladder, "--runtime", "onnx", "--seconds", 0.05)
     assert all(row["median_ms"] <= row["p95_ms"] for row in timed["points"])
     chosen = ask(capsys, "choose", ladder, "--budget", "10000ms")
     assert chosen["latency_ms"] > 0

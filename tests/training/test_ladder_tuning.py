@@ -74,9 +74,9 @@ def test_gates_stand_still_while_the_ladder_is_tuned(tmp_path):
 def test_the_ladder_of_damage_is_measured_once_and_stored(tmp_path, monkeypatch):
     measured = []
 
-    def counted(model, images):
+    def counted(model, images, **options):
         measured.append(len(images))
-        return measure_orders(model, images)
+        return measure_orders(model, images, **options)
 
     monkeypatch.setattr(ladder_tuning, "measure_orders", counted)
     data, config = small_data(), small_config(ladder_start=0.5, ladder_rule="damage")
