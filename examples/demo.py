@@ -31,7 +31,8 @@ FOLDER = Path("demo")
 MODEL = "cnmm_tiny"
 EPOCHS = 10
 BUDGETS = ("100%", "50%", "25%")
-SCENE_EPOCHS = 10
+SCENE_EPOCHS = 8
+NUM_SCENES = 200
 SCENE_BUDGETS = ("75%", "90%", "100%")
 
 out = Console(highlight=False)
@@ -108,7 +109,7 @@ def classify(ladder: str | Path, what: str) -> None:
 def train_pixels() -> cnmm.Run:
     """The same as `cnmm train --recipe street --data masks:demo/scenes --out demo/pixels` with the options below."""
     progress("training cnmm_seg_tiny to label the pixels of made-up scenes: garments of the sample on coloured ground")
-    scenes = write_scenes(FOLDER / "scenes")
+    scenes = write_scenes(FOLDER / "scenes", NUM_SCENES, NUM_SCENES // 5)
     options = {"model": "cnmm_seg_tiny", "channels": 24, "recipe": "street", "epochs": SCENE_EPOCHS}
     rates = {"lr": 0.01, "matrix_lr": 0.06}
     steps = {"scene_crop": SIZE, "final_epochs": 0, "zoom": (1.0, 1.0), "colour": 0.0, "loss_stride": 1}
