@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,7 @@ def _answered(found: Prediction, top: int) -> Iterator[Row]:
         yield {"label": label, "p": p, "top": more, "exit": exit, "confidence": sure, "point": found.point}
 
 
-class Form:
+class Form(ABC):
     """How answers are written."""
 
     def __init__(self, top: int) -> None:
@@ -169,12 +170,13 @@ class Form:
     name: Callable[[str], str]
     """How a path is written."""
 
+    @abstractmethod
     def line(self, row: Row) -> bytes:
-        raise NotImplementedError
+        """An answer as it stands in the file."""
 
+    @abstractmethod
     def read(self, line: bytes) -> Row | None:
         """The fields "file" and "asked" of a line, if it is one."""
-        raise NotImplementedError
 
 
 class Lines(Form):

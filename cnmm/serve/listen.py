@@ -155,7 +155,7 @@ class Protocol(HttpToolsProtocol):
     _head = 0
     """Bytes of a head so far."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             self._refuse("503 Service Unavailable", f"more than {MOST_CONNECTIONS} connections")

@@ -188,7 +188,10 @@ def test_answers_of_much_json_are_refused_beforehand(timed_ladder, monkeypatch):
     """Writing them would hold up everybody."""
     ladder = served_module.open_served(timed_ladder, runtime="onnx")
     tensor = {"name": "image", "shape": [2, 8, 8, 3], "datatype": "UINT8", "data": [0] * 384}
-    ask = lambda **more: parse_inference(json.dumps({"inputs": [tensor], **more}).encode(), None, None, ladder)  # noqa: E731
+
+    def ask(**more):
+        return parse_inference(json.dumps({"inputs": [tensor], **more}).encode(), None, None, ladder)
+
     assert ask().ask.pictures.images == 2
     monkeypatch.setattr(protocol_module, "MOST_NUMBERS", 11)  # two images with four probabilities, a label and an exit
     assert "12 numbers in JSON" in refused(ask)

@@ -100,7 +100,9 @@ def test_without_a_wish_an_idle_server_gives_its_best(client, photo):
 
 
 def test_wishes(client, photo):
-    ask = lambda **query: client.post("/predict", params=query, content=photo.read_bytes())  # noqa: E731
+    def ask(**query):
+        return client.post("/predict", params=query, content=photo.read_bytes())
+
     assert ask(budget="45%").json()["operating_point"] == "e2c3"
     assert ask(budget="acc:0.75").json()["operating_point"] == "e3c0"
     assert ask(min_confidence=0).json()["exit"] == 1
