@@ -76,12 +76,13 @@ def test_by_least_flow_one_network_is_left_after_the_known_number_of_cuts():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_all_orders_of_b12s3_take_less_than_two_seconds(rule):
+def test_all_orders_of_b12s3_take_seconds(rule):
+    """One or two on a quiet machine, minutes if every cut began anew."""
     plan = random_plan("cnmm_b12s3", 0)
     start = time.process_time()
     for exit in plan.config.exit_numbers:
         cutting_order(plan, exit, rule=rule)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10
 
 
 def test_a_cut_base_hands_over_to_the_next_oldest():

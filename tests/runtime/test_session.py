@@ -375,7 +375,7 @@ def test_a_deadline_ends_before_the_stage_that_might_be_late():
         start = time.perf_counter()
         answers = fake_answers(1)
         fake_cascade(chain, p95_ms=(20.0, 45.0, 60.0)).keep_deadline(image, start + deadline_s, answers)
-        assert time.perf_counter() - start < deadline_s + 0.1
+        assert time.perf_counter() - start < deadline_s + 0.5
         # a machine that is busy may stop earlier, never later
         done = answers.exits[0]
         assert 1 <= done <= expected

@@ -239,11 +239,14 @@ def tell(menu, cores, requests, policy=ADAPTIVE, hardness=None):
             done.append((job.ticket, job.row, now))
             dispatch(now)
 
-    for now, deadline, images, weight, name in requests:
+    for now, arriving in itertools.groupby(requests, key=lambda request: request[0]):
         go_on(now)
-        row = menu.points[name] if name else None
-        ticket = Ticket(arrived=now, deadline=deadline, images=images, weight=weight, row=row)
-        (dispatch(now) if controller.arrive(now, ticket) else shut_out.append(ticket))
+        for _, deadline, images, weight, name in arriving:
+            row = menu.points[name] if name else None
+            ticket = Ticket(arrived=now, deadline=deadline, images=images, weight=weight, row=row)
+            if not controller.arrive(now, ticket):
+                shut_out.append(ticket)
+        dispatch(now)
     go_on(math.inf)
     assert len(done) + len(shut_out) == len(requests)
     return done, shut_out
