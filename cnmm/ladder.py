@@ -122,6 +122,12 @@ class Ladder:
         """All of its ONNX files."""
         return (*self.networks.values(), *self.stages)
 
+    @property
+    def title(self) -> str:
+        """The model's name and eight digits that tell its weights from any others."""
+        digest = hashlib.sha256("".join(file.sha256 for file in self.files()).encode())
+        return f"{self.frontier.model} {digest.hexdigest()[:8]}"
+
     def save(self) -> None:
         """Writes the manifest; `read_ladder` reads it."""
         cascade = self.cascade

@@ -82,6 +82,7 @@ def predict_to_file(
         files = files[number::total]
     form: Form = (Lines if out.suffix == ".jsonl" else Table)(_fields.checked(top, "top", _fields.POSITIVE))
     words = ", ".join(f"{name} {value}" for name, value in asked.items()) or "the best point"
+    words = f"{words} of {session.title}"
     with named(out), _held(out) as file:
         known = form.begin(file, out, words)
         left = [path for path in files if form.name(path) not in known]
@@ -155,7 +156,7 @@ class Form(ABC):
                 raise UserError(f"{path}: line {number} is not one of these answers; choose another file")
             if row["asked"] != asked:
                 raise UserError(
-                    f"{path}: it holds answers to {row['asked']!r}, this asks for {asked!r}; choose another file"
+                    f"{path}: it holds answers of {row['asked']!r}, this asks for {asked!r}; choose another file"
                 )
             known.add(row["file"])
             end += len(line)

@@ -61,7 +61,7 @@ class Session:
         self.runtime = runtime
         self.threads = usable_cores() if threads is None else check_threads(threads)
         self.precision = _named_precision(ladder, precision)
-        self.task, self.any_size = ladder.task, ladder.any_size
+        self.task, self.any_size, self.title = ladder.task, ladder.any_size, ladder.title
         self.preprocessing = ladder.preprocessing
         self._load(ladder, precision, points, cascade)
         self._p95_ms, self._no_p95 = self._measured_p95()

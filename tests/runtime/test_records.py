@@ -9,6 +9,7 @@ from PIL import Image
 
 from cnmm._lock import hold
 from cnmm.cli import main as cli
+from cnmm.ladder import read_ladder
 from cnmm.runtime import records
 from cnmm.runtime.records import parse_shard, predict_to_file
 from cnmm.runtime.session import Session
@@ -49,7 +50,7 @@ def test_a_folder_becomes_a_file(capsys, hand_made_ladder, photos, tmp_path, suf
         for path, row in found.items():
             best = session.predict(path, point="e2c3")
             (label, p), (second, _) = best.top(2)[0]
-            assert (row["label"], row["point"], row["asked"]) == (label, "e2c3", "point e2c3")
+            assert (row["label"], row["point"], row["asked"]) == (label, "e2c3", f"point e2c3 of {session.title}")
             assert float(row["p"]) == pytest.approx(p, abs=1e-6)
             assert (row["top"][1]["label"] if suffix == ".jsonl" else row["label2"]) == second
     # the same command has nothing to do
@@ -102,8 +103,13 @@ def test_what_is_refused(capsys, hand_made_ladder, photos, tmp_path):
     assert not out.exists()
     assert "a deadline is for one image" in complaint(capsys, *predict, "--deadline-ms", "9", "-o", out)
     ask(capsys, *predict, "-o", out)
-    assert "holds answers to 'point e3c0', this asks for 'point e1c0'" in complaint(
+    title = read_ladder(hand_made_ladder).title
+    assert f"holds answers of 'point e3c0 of {title}', this asks for 'point e1c0 of {title}'" in complaint(
         capsys, *predict, "-o", out, "--point", "e1c0"
+    )
+    out.write_text(out.read_text().replace(title, "mine 0123abcd"))
+    assert f"holds answers of 'point e3c0 of mine 0123abcd', this asks for 'point e3c0 of {title}'" in complaint(
+        capsys, *predict, "-o", out
     )
     for text in ("hello\n", "[]\n", '{"file": 3}\n'):
         (tmp_path / "other.jsonl").write_text(text)
