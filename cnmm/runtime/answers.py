@@ -24,6 +24,10 @@ from cnmm.runtime.pixels import Labels, image_confidence, label_map
 FINISHING_REPEATS = 5
 
 
+class NotFinite(UserError):
+    """A network answers with numbers that are none: the ladder is broken, not what it was asked."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
     """What a session answers for N images."""
@@ -53,7 +57,7 @@ class Prediction:
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.confidence).all():
-            raise UserError(
+            raise NotFinite(
                 f"point {self.point!r}: it answers with numbers that are not finite; export the ladder again"
             )
 

@@ -27,7 +27,7 @@ from cnmm._errors import UserError
 from cnmm._files import checksum
 from cnmm.frontier import LADDER_FILE
 from cnmm.pictures import index_png
-from cnmm.runtime.answers import Prediction
+from cnmm.runtime.answers import NotFinite, Prediction
 from cnmm.runtime.early_exit import MayBegin, always
 from cnmm.runtime.inputs import read_sent
 from cnmm.runtime.session import Session
@@ -73,7 +73,8 @@ class Worker:
             found = self._predict(images, job)
             reply = self._written(found, job["want"])
         except UserError as error:
-            return {"id": job["id"], "status": 400, "error": str(error)}
+            status = 500 if isinstance(error, NotFinite) else 400
+            return {"id": job["id"], "status": status, "error": str(error)}
         except Exception as error:
             traceback.print_exc()
             return {"id": job["id"], "status": 500, "error": f"a worker failed: {type(error).__name__}"}

@@ -3,6 +3,7 @@
 import io
 import math
 import mmap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,6 +123,14 @@ def test_bad_images_and_bugs_end_no_worker(session, images, memory, capfd):
     reply = worker.answer(job(images[:1], memory, confidence=NEVER, until=math.inf))
     assert (reply["status"], reply["error"]) == (500, "a worker failed: IndexError")
     assert "IndexError" in capfd.readouterr().err
+
+
+def test_a_network_that_answers_nonsense_is_no_fault_of_the_client(session, images, memory, monkeypatch):
+    right = session.predict(images[:1])
+    monkeypatch.setattr(session, "predict", lambda *_, **__: replace(right, confidence=np.array([np.nan])))
+    reply = Worker(session, memory, ()).answer(job(images[:1], memory))
+    assert reply["status"] == 500
+    assert "numbers that are not finite" in reply["error"]
 
 
 def test_the_size_of_a_sent_image_is_known_without_decoding_it(monkeypatch):
