@@ -54,7 +54,7 @@ _SENT = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")
 _CHUNK = 16
 _ORIENTATION = 0x0112
 """The EXIF tag; from 5 on, width and height change places."""
-_FIX = "replace it, remove it, or leave such files out with skip_bad=True"
+_FIX = "replace it, remove it, or leave such files out (--skip-bad, skip_bad=True)"
 
 
 @dataclass(frozen=True, eq=False)
