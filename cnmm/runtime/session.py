@@ -11,6 +11,7 @@ threads may ask for different budgets at once. Macs are per image; times are in 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -146,6 +147,11 @@ class Session:
     def finishing(self) -> Finishing | None:
         """Of segmentation: how long label maps take beside the networks, measured at the start."""
         return self._finishing
+
+    @property
+    def finishing_ms(self) -> float:
+        """How long the label map of an image of the ladder's size takes; of classification, nothing."""
+        return self._finishing.same_ms * math.prod(self.input_size) if self._finishing else 0.0
 
     def walk(self, images: Images) -> Walk:
         """The cascade stage by stage, for callers that decide themselves what goes on: at most `chunk` images.

@@ -56,7 +56,7 @@ class Menu:
     stage_ms: tuple[float, ...]
     """Of each stage of the cascade, per image."""
     full_ms: float
-    """Of the full mixture, by its macs: a load of 1 is what it could hold."""
+    """Of the full mixture, by its macs and the time of the largest point: a load of 1 is what it could hold."""
     rows: tuple[Row, ...]
     """The hull, cheapest first."""
     ms: Floats = field(init=False, repr=False, compare=False)
@@ -155,6 +155,7 @@ def make_menu(frontier: Frontier, point_ms: Mapping[str, float], stage_ms: Seque
     }
     cascade = frontier.cascade if stage_ms else None
     rows = list(points.values())
+    largest = max(rows, key=lambda row: row.macs)
     if cascade:
         passed = np.cumsum(stage_ms)
         rows += [_threshold_row(cascade, threshold, passed) for threshold in cascade.thresholds]
@@ -164,7 +165,7 @@ def make_menu(frontier: Frontier, point_ms: Mapping[str, float], stage_ms: Seque
         points=points,
         cascade=cascade,
         stage_ms=tuple(stage_ms),
-        full_ms=frontier.full_macs * max((row.ms / row.macs for row in points.values() if row.macs), default=0.0),
+        full_ms=largest.ms * frontier.full_macs / max(largest.macs, 1),
         rows=hull(rows),
     )
 

@@ -102,7 +102,7 @@ class Worker:
         start = now_ms()
 
         def may_begin(stage: int, num: int, part: float) -> bool:
-            needed = STAGE_MARGIN * slowdown * self._stage_ms[stage] * num
+            needed = STAGE_MARGIN * slowdown * (self._stage_ms[stage] * num + self._session.finishing_ms)
             in_time = now_ms() + needed <= start + part * (until - start)
             self._cut |= not in_time
             return in_time

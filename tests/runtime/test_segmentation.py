@@ -20,6 +20,7 @@ from cnmm.evaluation.segmentation import image_confidence as by_torch
 from cnmm.export.slim import slim_cascade
 from cnmm.export.stages import written_stage_macs
 from cnmm.runtime import bench, latency, pixels
+from cnmm.runtime.answers import Finishing
 from cnmm.runtime.session import Session
 from tests.helpers import RUN_CLI, ask, complaint, made_up_ladder, python, refused, trained
 
@@ -242,6 +243,11 @@ def test_points_and_stages_are_timed(session, monkeypatch):
     measured = bench.time_session(session, seconds=0)
     assert [timing.point for timing in measured.points] == [point.name for point in session.points]
     assert [timing.macs for timing in measured.stages] == list(session.cascade.macs)
+    height, width = session.input_size
+    slow = Finishing(same_ms=1e6 / (height * width), other_ms=0.0)  # so the label map of an image takes 1,000 seconds
+    monkeypatch.setattr(session, "_finishing", slow)
+    first, *others = (timing.median_ms for timing in bench._time_stages(session))
+    assert first > 1e6 > sum(others)
 
 
 def test_classifiers_have_one_size(tmp_path):

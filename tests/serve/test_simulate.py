@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from cnmm.serve.arrivals import arrival_times
+from cnmm.serve.menu import make_menu
 from cnmm.serve.oracle import oracle_quality, taut_string
 from cnmm.serve.policy import parse_policy
 from cnmm.serve.simulate import World, run_trial, simulate
 from tests.helpers import ask, complaint, refused
-from tests.serve.menus import cascade_menu, point_menu
+from tests.serve.menus import cascade_menu, frontier, point_menu
 
 MENU = cascade_menu()
 SPECS = ("poisson", "gamma:8", "step", "ramp", "burst")
@@ -173,3 +174,10 @@ def test_what_cannot_be_simulated_is_one_line(capsys, timed_ladder, hand_made_la
     assert "--load=0" in complaint(capsys, "simulate", timed_ladder, "--load", 0)
     assert "gamma:8" in complaint(capsys, "simulate", timed_ladder, "--arrivals", "often")
     assert ".svg" in complaint(capsys, "simulate", timed_ladder, "-o", "load.pdf")
+
+
+def test_what_the_full_mixture_takes_goes_by_the_largest_point():
+    """Small points take longer per mac."""
+    points = (("e1c0", 1, 1.0, 0.6), ("e3c0", 4, 5.0, 0.9))
+    menu = make_menu(frontier(points), {"e1c0": 4.0, "e3c0": 6.0})  # the larger has half of the macs
+    assert menu.full_ms == pytest.approx(12.0)

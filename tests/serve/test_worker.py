@@ -4,6 +4,7 @@ import io
 import math
 import mmap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_the_simulator_stops_where_a_worker_does(slowdown, monkeypatch):
         served = service.take(number, Job(ticket=ticket, worker=0, row=row, plan=None, expected_ms=1, until=until), 0.0)
         clock = [0.0]
         monkeypatch.setattr(module, "now_ms", lambda clock=clock: clock[0])
-        worker = Worker(None, None, menu.stage_ms)
+        worker = Worker(SimpleNamespace(finishing_ms=0.0), None, menu.stage_ms)
         may_begin = worker._until(until, slowdown)
         spent = 5 * menu.stage_ms[0]
         for stage in (1, 2):
