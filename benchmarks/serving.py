@@ -6,7 +6,8 @@
 A server for each policy runs all the time on `--server-cpus`, and the generator on `--generator-cpus`, which should be
 others. Every case is run with every policy, then the next case; a round goes through all cases, with its number as the
 seed, and begins with another policy. A run in which the generator lagged is invalid and made again. Reported are means
-and the worst run. Results go to benchmarks/results/serving.json; the last line is JSON.
+and the worst run. Every run is kept in benchmarks/results/serving.json as soon as it is over: five rounds take hours,
+and the same command goes on where the last one was stopped, on the same machine only. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import numpy as np
 import cnmm
 from cnmm._files import write_json
 from cnmm._machine import machine
+from cnmm.ladder import read_ladder
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent / "models" / "cnmm_b6s3.cifar10"
@@ -82,26 +84,73 @@ def main() -> None:
             generator_cpus=arguments.generator_cpus,
         )
         cases = [case for case in CASES if not arguments.cases or case[0].partition(":")[0] in arguments.cases]
+        about = described(settings, arguments.seed)
+        runs = kept(arguments.out, about)
+        left = plan(runs, arguments.policies, cases, arguments.rounds)
+        print(f"{len(runs)} runs are there, {len(left)} are left", flush=True)
         with contextlib.ExitStack() as stack:
-            urls = {policy: stack.enter_context(served(settings, policy)) for policy in arguments.policies}
-            runs = list(all_runs(settings, urls, cases, arguments.rounds, arguments.seed))
-    rows = summary(runs)
-    show(rows)
-    answer = {
+            policies = dict.fromkeys(policy for policy, *_ in left)
+            urls = {policy: stack.enter_context(served(settings, policy)) for policy in policies}
+            for policy, arrivals, load, number in left:
+                runs.append(one_run(settings, urls[policy], arrivals, load, arguments.seed + number))
+                runs[-1] |= {"case": case_name(arrivals, load), "policy": policy, "round": number}
+                say(runs[-1])
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                write_json(arguments.out, about | {"cases": summary(runs), "runs": runs})
+    show(summary(runs))
+    print(json.dumps(about | {"cases": summary(runs)}))
+
+
+def described(settings: Settings, seed: int) -> dict[str, Any]:
+    """What runs must have in common to be summed up."""
+    names = ("cnmm", "numpy", "onnxruntime", "starlette", "uvicorn")
+    own = {key: value for key, value in vars(settings).items() if key not in ("ladder", "data")}
+    ladder = read_ladder(settings.ladder)
+    return {
         "format_version": 1,
-        "command": shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]]),
         "machine": machine(),
-        "versions": {name: version(name) for name in ("cnmm", "numpy", "onnxruntime", "starlette", "uvicorn")}
-        | {"python": platform.python_version()},
-        "seed": arguments.seed,
-        "rounds": arguments.rounds,
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(settings).items()},
-        "cases": rows,
-        "runs": runs,
+        "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
+        "seed": seed,
+        "settings": own | {"ladder": ladder.title, "data": settings.data and settings.data.partition(":")[0]},
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.out, answer)
-    print(json.dumps({key: answer[key] for key in ("command", "machine", "versions", "seed", "rounds", "cases")}))
+
+
+def kept(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs that are there already."""
+    if not path.exists():
+        return []
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    if any(found.get(key) != value for key, value in about.items()):
+        raise SystemExit(f"{path}: its runs had other settings, versions or another machine; give another --out")
+    runs: list[dict[str, Any]] = found["runs"]
+    return runs
+
+
+def plan(
+    runs: Sequence[dict[str, Any]], policies: Sequence[str], cases: Sequence[tuple[str, float]], rounds: int
+) -> list[tuple[str, str, float, int]]:
+    """Policy, arrivals, load and round of what is left, in this order."""
+    done = {(run["policy"], run["case"], run["round"]) for run in runs}
+    return [
+        (policy, arrivals, load, number)
+        for number in range(rounds)
+        for arrivals, load in cases
+        for policy in [*policies[number % len(policies) :], *policies[: number % len(policies)]]
+        if (policy, case_name(arrivals, load), number) not in done
+    ]
+
+
+def case_name(arrivals: str, load: float) -> str:
+    return f"{Path(arrivals).stem if 'trace' in arrivals else arrivals} {load:g}"
+
+
+def say(run: dict[str, Any]) -> None:
+    print(
+        f"round {run['round']}  {run['case']:32} {run['policy']:9} effective {run['effective_quality']:.4f}"
+        f"  in time {run['attainment']:.4f}  p99 {run['p99_ms'] or float('nan'):8.1f} ms"
+        f"{'' if run['valid'] else '  INVALID'}",
+        flush=True,
+    )
 
 
 def parsed() -> argparse.Namespace:
@@ -173,25 +222,6 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
                 return
         time.sleep(0.2)
     raise SystemExit(f"the server was not ready within {READY_S:g} s")
-
-
-def all_runs(
-    settings: Settings, urls: dict[str, str], cases: Sequence[tuple[str, float]], rounds: int, seed: int
-) -> Iterator[dict[str, Any]]:
-    policies = list(urls)
-    for number in range(rounds):
-        for arrivals, load in cases:
-            for policy in policies[number % len(policies) :] + policies[: number % len(policies)]:
-                found = one_run(settings, urls[policy], arrivals, load, seed + number)
-                found |= {"case": f"{Path(arrivals).stem if 'trace' in arrivals else arrivals} {load:g}"}
-                found |= {"policy": policy, "round": number}
-                print(
-                    f"round {number}  {found['case']:32} {policy:9} effective {found['effective_quality']:.4f}"
-                    f"  in time {found['attainment']:.4f}  p99 {found['p99_ms'] or float('nan'):8.1f} ms"
-                    f"{'' if found['valid'] else '  INVALID'}",
-                    flush=True,
-                )
-                yield found
 
 
 def one_run(settings: Settings, url: str, arrivals: str, load: float, seed: int) -> dict[str, Any]:
