@@ -56,6 +56,8 @@ class Clock:
         self.planned = dict(self.left)
         self._seen: dict[str, tuple[float, float]] = {}
         """Seconds and units of late, by kind."""
+        self._begun: set[str] = set()
+        """Kinds with one observation only. It is slow, since much happens for the first time, and soon forgotten."""
         self._spent: dict[str, float] = {}
         """Seconds in all, by kind."""
         self._last = time.monotonic()
@@ -75,7 +77,8 @@ class Clock:
         elapsed, self._last = now - self._last, now
         self.left[kind] = max(0.0, self.left[kind] - units)
         if fresh:
-            seconds, amount = self._seen.get(kind, (0.0, 0.0))
+            seconds, amount = (0.0, 0.0) if kind in self._begun else self._seen.get(kind, (0.0, 0.0))
+            (self._begun.discard if kind in self._seen else self._begun.add)(kind)
             self._seen[kind] = FORGETTING * seconds + elapsed, FORGETTING * amount + units
             self._spent[kind] = self._spent.get(kind, 0.0) + elapsed
 

@@ -14,6 +14,8 @@ from cnmm import _progress
 from cnmm._progress import Clock, Waiting, reading
 from cnmm.cli import terminal
 from cnmm.cli.terminal import Bar, duration
+from cnmm.training.progress import image_work, training_clock
+from cnmm.training.recipes import recipe
 from tests.helpers import small_sample
 
 
@@ -48,6 +50,32 @@ def test_a_clock_follows_the_machine(now):
         now[0] += seconds
         clock.tick("step")
     assert clock.left_s == pytest.approx(400 * 3, rel=0.1)
+
+
+def test_the_first_time_is_soon_forgotten(now):
+    """Memory is allocated, code is compiled, files are read."""
+    clock = Clock({"step": 1.0, "evaluation": 1.0}, {"step": 100, "evaluation": 10})
+    now[0] += 50.0
+    clock.tick("step")
+    assert clock.left_s == pytest.approx(109 * 50)
+    for _ in range(3):
+        now[0] += 2.0
+        clock.tick("step")
+    assert clock.left_s == pytest.approx(106 * 2)
+
+
+def test_crops_that_grow_are_planned(tmp_path):
+    """Twice the pixels for the last two of four epochs, and whole images twice as large as the first crops."""
+    model = cnmm.create_model("cnmm_seg_tiny", input_size=(64, 64))
+    config = recipe("street", epochs=4, final_epochs=2, scene_crop=(32, 64), final_crop=(64, 64), batch_size=5)
+    images = SimpleNamespace(config=config, num_after_epoch=4, num_for_statistics=8, num_for_damage=4)
+    data = SimpleNamespace(palette=((0, 0, 0),) * 2, test=[0] * 7)
+    clock = training_clock(model, images, data, (np.arange(50), np.arange(3)), tmp_path, done=5)
+    # 40 steps, ladder tuning from the 26th on; five are done
+    assert clock.left["step"] == 5 * (15 + 2 * 6)
+    assert clock.left["ladder step"] == 5 * 2 * 14
+    assert clock.usual["evaluation"] / clock.usual["step"] == pytest.approx(2 * 1.2 / 3)
+    assert [image_work(data, config, epoch) for epoch in range(4)] == [1, 1, 2, 2]
 
 
 def test_what_others_have_done_says_nothing_of_this_machine(now):

@@ -27,7 +27,7 @@ from cnmm.training.config import TrainConfig
 from cnmm.training.ladder_tuning import Ladder, start_ladder, tunes_ladder
 from cnmm.training.objective import batch_loss
 from cnmm.training.optim import Average, Optimizer, take_step
-from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result, training_clock
+from cnmm.training.progress import EpochResult, Meter, Progress, epoch_result, image_work, training_clock
 from cnmm.training.recipes import list_recipes, recipe
 from cnmm.training.scene_batches import make_images, training_task
 from cnmm.training.stem import start_stem, stem_images
@@ -85,7 +85,8 @@ def train(
                 take_step(model, optimizer, loss, config, part=part, norms=meter.gradients)
                 average.update(model, done)
                 done += 1
-                on_step(meter.tick(epoch, step, steps, value, config.batch_size, ladder=ladder is not None))
+                work = image_work(data, config, epoch)
+                on_step(meter.tick(epoch, step, steps, value, config.batch_size, work=work, ladder=ladder is not None))
                 if step + 1 < steps and (stop or checkpoints.due):
                     checkpoints.save(done, meter.notes())
                     if stop:

@@ -24,6 +24,7 @@ from cnmm.orders import load_orders
 from cnmm.training.batches import Images
 from cnmm.training.config import TrainConfig
 from cnmm.training.optim import GradientNorms, learning_rate
+from cnmm.training.scene_batches import crop_size
 
 USUAL = {"step": 3.0, "ladder step": 4.5, "statistics": 1.5, "evaluation": 1.2, "damage": 1.0}
 """How long an image takes in each part of a training, relative to one another, until it is known."""
@@ -75,10 +76,12 @@ class Meter:
         self.gradients = GradientNorms(model)
         """All of the steps of this epoch."""
         self.kind, self.damage, self.damage_done = "step", clock.left["damage"], 0.0
+        self.work = 1.0
+        """Of an image, relative to the first epoch's."""
 
     @property
     def images_per_s(self) -> float:
-        return 1 / (self.clock.rate(self.kind) or math.inf)
+        return 1 / (self.work * (self.clock.rate(self.kind) or math.inf))
 
     def begin(self, notes: Mapping[str, float]) -> None:
         """An epoch begins, or goes on where `notes` were taken."""
@@ -89,9 +92,11 @@ class Meter:
         """Sums over the steps of this epoch."""
         return {"loss": self.loss_sum, "steps": self.num_steps, **self.gradients.sums()}
 
-    def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int, *, ladder: bool) -> Progress:
-        self.kind = "ladder step" if ladder else "step"
-        self.clock.tick(self.kind, batch)
+    def tick(
+        self, epoch: int, step: int, steps: int, loss: float, batch: int, *, work: float = 1.0, ladder: bool
+    ) -> Progress:
+        self.kind, self.work = "ladder step" if ladder else "step", work
+        self.clock.tick(self.kind, batch * work)
         self.done += 1
         self.loss_sum, self.num_steps = self.loss_sum + loss, self.num_steps + 1
         return Progress(
@@ -142,17 +147,31 @@ def training_clock(
     estimated = config.statistics == RE_ESTIMATED
     after_epoch, after_all = (min(num, len(kept)) for num in (images.num_after_epoch, images.num_for_statistics))
     tested = len(held_out) if data.test is None else len(data.test)
+    whole = math.prod(model.config.input_size) / math.prod(config.scene_crop) if data.palette else 1.0
+    usual = {kind: seconds * (1.0 if "step" in kind else whole) for kind, seconds in USUAL.items()}
+
+    def units(first: int, last: int) -> float:
+        """Of the steps from one to another."""
+        ends = ((epoch * steps, (epoch + 1) * steps) for epoch in range(config.epochs))
+        parts = (max(0, min(last, end) - max(first, start)) for start, end in ends)
+        return config.batch_size * sum(num * image_work(data, config, epoch) for epoch, num in enumerate(parts))
+
     measures_damage = tuned < total and config.ladder_rule != "flow" and load_orders(folder, model.config) is None
     return Clock(
-        USUAL,
+        usual,
         {
-            "step": config.batch_size * max(0, tuned - done),
-            "ladder step": config.batch_size * (total - max(tuned, done)),
+            "step": units(done, tuned),
+            "ladder step": units(max(tuned, done), total),
             "statistics": (ends * after_epoch + after_all) * estimated,
             "evaluation": ends * len(held_out) + tested,
             "damage": damage_passes(model.config) * min(images.num_for_damage, len(kept)) * measures_damage,
         },
     )
+
+
+def image_work(data: DataSet, config: TrainConfig, epoch: int) -> float:
+    """What an image of an epoch takes, relative to one of the first: crops of scenes may grow."""
+    return math.prod(crop_size(config, epoch)) / math.prod(config.scene_crop) if data.palette else 1.0
 
 
 def epoch_result(
