@@ -14,7 +14,7 @@ from cnmm import _progress
 from cnmm._progress import Clock, Waiting, reading
 from cnmm.cli import terminal
 from cnmm.cli.terminal import Bar, duration
-from cnmm.training.progress import image_work, training_clock
+from cnmm.training.progress import USUAL, image_work, training_clock
 from cnmm.training.recipes import recipe
 from tests.helpers import small_sample
 
@@ -74,7 +74,7 @@ def test_crops_that_grow_are_planned(tmp_path):
     # 40 steps, ladder tuning from the 26th on; five are done
     assert clock.left["step"] == 5 * (15 + 2 * 6)
     assert clock.left["ladder step"] == 5 * 2 * 14
-    assert clock.usual["evaluation"] / clock.usual["step"] == pytest.approx(2 * 1.2 / 3)
+    assert clock.usual["evaluation"] / clock.usual["step"] == pytest.approx(2 * USUAL["evaluation"] / USUAL["step"])
     assert [image_work(data, config, epoch) for epoch in range(4)] == [1, 1, 2, 2]
 
 

@@ -26,7 +26,7 @@ from cnmm.training.config import TrainConfig
 from cnmm.training.optim import GradientNorms, learning_rate
 from cnmm.training.scene_batches import crop_size
 
-USUAL = {"step": 3.0, "ladder step": 4.5, "statistics": 1.5, "evaluation": 1.2, "damage": 1.0}
+USUAL = {"step": 3.0, "ladder step": 4.5, "statistics": 1.2, "evaluation": 0.9, "damage": 0.5}
 """How long an image takes in each part of a training, relative to one another, until it is known."""
 T = TypeVar("T")
 
