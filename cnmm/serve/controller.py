@@ -71,7 +71,7 @@ class Controller:
         self.slowdown = 1.0
         self.last_plan: Plan | None = None
         self._wanted_ms = menu.good_enough(WANTED_LOSS).ms
-        self._queue = _Queue()
+        self._queue = _Queue(1 - policy.settings.reserve if policy.rule == "adaptive" else 1.0)
         self._load = _Load(target_ms)
         self._free = np.zeros(workers)
         self._busy: dict[int, Job] = {}
@@ -186,9 +186,13 @@ class Controller:
 
 
 class _Queue:
-    """Requests by deadline, ties by arrival: numbers in columns, for the policy, and the requests beside them."""
+    """Requests by deadline, ties by arrival: numbers in columns, for the policy, and the requests beside them.
 
-    def __init__(self) -> None:
+    `kept`: the part of the time between arrival and deadline that the policy knows of.
+    """
+
+    def __init__(self, kept: float) -> None:
+        self._kept = kept
         self._tickets: list[Ticket] = []
         self._deadlines: list[float] = []
         self._table = np.zeros((3, 64))
@@ -207,8 +211,9 @@ class _Queue:
         return self._table[:, self._first : self._first + len(self._tickets)]
 
     def insert(self, ticket: Ticket) -> None:
-        place = bisect_right(self._deadlines, ticket.deadline)
-        self._deadlines.insert(place, ticket.deadline)
+        deadline = ticket.arrived + self._kept * (ticket.deadline - ticket.arrived)
+        place = bisect_right(self._deadlines, deadline)
+        self._deadlines.insert(place, deadline)
         self._tickets.insert(place, ticket)
         end = self._first + len(self._tickets)
         if end > self._table.shape[1]:
@@ -218,7 +223,7 @@ class _Queue:
             self._first, end = 0, len(self._tickets)
         at = self._first + place
         self._table[:, at + 1 : end] = self._table[:, at : end - 1].copy()
-        self._table[:, at] = ticket.deadline, 0 if ticket.row else ticket.images, ticket.pinned_ms
+        self._table[:, at] = deadline, 0 if ticket.row else ticket.images, ticket.pinned_ms
 
     def pop(self) -> None:
         del self._tickets[0], self._deadlines[0]

@@ -228,10 +228,10 @@ class Engine:
         what = f"{pictures.images} image{'s' * (pictures.images > 1)}"
         if least > max(MOST_TARGETS * self.target_ms, 1000.0):
             raise Refusal(413, f"{what}: would take {least:.0f} ms at least; send fewer at once, or smaller ones")
-        safety = self.controller.policy.settings.safety
-        if knobs.timeout_ms is not None and knobs.timeout_ms * safety < least:
+        planned = self.controller.policy.settings.planned
+        if knobs.timeout_ms is not None and knobs.timeout_ms * planned < least:
             needed = f"{what} of this kind take {least:.3g} ms at least"
-            raise Refusal(400, f"a deadline of {knobs.timeout_ms:g} ms: {needed}; allow {least / safety:.3g} ms")
+            raise Refusal(400, f"a deadline of {knobs.timeout_ms:g} ms: {needed}; allow {least / planned:.3g} ms")
         timeout = knobs.timeout_ms or max(self.target_ms, 2 * least)
         return Ticket(
             arrived=now,

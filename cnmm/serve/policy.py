@@ -17,6 +17,9 @@ these workers were busy until after d_k - x_k with the first k - 1 requests, so 
 sum_w max(0, d_k - f_w) - (j + 1) x_k. Hence it is enough that x_1 + ... + x_k + j x_k <= sum_w max(0, d_k - f_w), for
 some number of workers, taken by when they are free. The condition goes on to hold while such a plan is carried out.
 
+Deadlines are planned with as if they were a little earlier (`Settings.reserve`): on their way to a client, answers take
+time that no server can measure, and machines have slow moments that are no slowdown.
+
 Times are in any unit, the same one everywhere: nothing here depends on it.
 """
 
@@ -45,6 +48,13 @@ class Settings:
     """The time in which a backlog is to be gone, in targets (tau)."""
     safety: float = 0.85
     """Part of the time before the deadlines that is planned with."""
+    reserve: float = 0.12
+    """Part of a request's time that is kept for what a server does not see: network, event loop, a machine's moods."""
+
+    @property
+    def planned(self) -> float:
+        """Part of a request's time that is planned with if it is served at once."""
+        return self.safety * (1 - self.reserve)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import pytest
 from cnmm.serve.arrivals import arrival_times
 from cnmm.serve.menu import make_menu
 from cnmm.serve.oracle import oracle_quality, taut_string
-from cnmm.serve.policy import parse_policy
+from cnmm.serve.policy import Policy, Settings, parse_policy
 from cnmm.serve.simulate import World, run_trial, simulate
 from tests.helpers import ask, complaint, refused
 from tests.serve.menus import cascade_menu, frontier, point_menu
@@ -111,7 +111,8 @@ def test_the_oracle_beats_us_and_we_beat_slack(spec, load):
     times = arrival_times(spec, 800, load * 2 / MENU.full_ms, seed=1)
     ours, slack = (trial(rule, times).summary() for rule in ("adaptive", "slackfit"))
     bound = oracle_quality(MENU, times, 40.0, 2)
-    assert slack["effective_quality"] <= ours["effective_quality"] <= bound + 1e-9
+    insurance = 1e-4 if load < 1 else 0.0  # what is kept for slow moments is lost where there are none
+    assert slack["effective_quality"] - insurance <= ours["effective_quality"] <= bound + 1e-9
     assert ours["attainment"] >= 0.999
     assert ours["p99_ms"] <= 40.0
 
@@ -139,6 +140,18 @@ def test_a_slow_machine_and_a_way_to_go():
     assert np.median(far.latency_ms - usual.latency_ms) == pytest.approx(3.0)
     noisy = trial("adaptive", arrival_times("poisson", 500, 3 * 2 / MENU.full_ms), noise=0.5)
     assert noisy.summary()["attainment"] > 0.98
+
+
+def test_what_a_server_does_not_see_makes_few_late():
+    """A way to go, and service times that are up to twice as long as expected: time is kept for both."""
+    times = arrival_times("gamma:8", 2000, 2 / MENU.full_ms, seed=3)
+    careless = Policy(settings=Settings(reserve=0.0))
+    world = World(overhead_ms=1.5, noise=0.3)
+    kept, lost = (
+        run_trial(MENU, policy, times, target_ms=40.0, cores=1, world=world).summary()["attainment"]
+        for policy in (Policy(), careless)
+    )
+    assert 1 - kept < (1 - lost) / 2
 
 
 def test_hard_images_stay_longer_and_spend_what_the_row_says():
