@@ -41,7 +41,10 @@ def random_order(run: Run, seed: int) -> list[OperatingPoint]:
     while candidates := sorted(left.candidates()):
         left.cut(rng.choice(candidates))
         edges.append(left.edges)
-    return [OperatingPoint(exit, each, f"random {seed}, {cuts}", cuts=cuts) for cuts, each in enumerate(edges)]
+    return [
+        OperatingPoint(exit=exit, edges=each, name=f"random {seed}, {cuts}", cuts=cuts)
+        for cuts, each in enumerate(edges)
+    ]
 
 
 def all_orders(run: Run) -> dict[str, list[OperatingPoint]]:

@@ -1,8 +1,10 @@
-"""Figures that others published, on the test images of CIFAR: macs in millions and accuracy in %.
+"""Figures that others published: macs in millions and accuracy or mIoU in %, on test images (Cityscapes: validation).
 
 MSDNet's are digitised from a figure of RANet's authors (Yang et al., CVPR 2020), with macs of an image that passes all
 exits; those of early exit are averages. Macs of slimming are half of its printed FLOPs. CondenseNet's, its
-second version's and slimming's points are one network each; the curves of MSDNet are one network.
+second version's and slimming's points are one network each; the curves of MSDNet are one network. ESPNet's are its
+authors' (Mehta et al., ECCV 2018; CamVid at 360x480, Cityscapes at 512x1024) and ESPNetv2's its authors' (CVPR 2019, at
+512x1024, from ImageNet weights).
 """
 
 from __future__ import annotations
@@ -35,6 +37,11 @@ MANY_NETWORKS: dict[str, dict[str, Points]] = {
         "CondenseNetV2": ((41.0, 76.06), (62.0, 77.48)),
         "DenseNet-40, slimmed": ((141.0, 74.28), (186.0, 74.72)),
         "ResNet-164, slimmed": ((124.0, 76.09), (167.0, 77.13)),
+    },
+    "camvid": {"ESPNet": ((1310.0, 55.6),)},
+    "cityscapes": {
+        "ESPNet": ((4510.0, 61.4),),
+        "ESPNetv2": ((596.0, 53.9), (1085.0, 60.1), (1713.0, 63.8), (2698.0, 66.4)),
     },
 }
 """Points of which each is a network of its own."""

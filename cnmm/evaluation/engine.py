@@ -146,6 +146,12 @@ class Engine:
                 tick(shares[point])
         return {name: meter.quality(metric) for name, meter in meters.items()}
 
+    def answers(
+        self, points: Sequence[OperatingPoint], images: Tensor, *, raw: bool
+    ) -> Iterator[tuple[OperatingPoint, Tensor]]:
+        """What all points say about one batch, with their re-estimated or the model's own statistics."""
+        return self._sweep(points, images, {} if raw else self.known)
+
     def buffers(self, point: OperatingPoint) -> dict[str, Tensor]:
         """The re-estimated statistics of a point."""
         return {name: tensor for key in self.keys[point].values() for name, tensor in self.known[key].items()}

@@ -1,0 +1,319 @@
+"""What is measured on a trained network: one function for each kind, from a `Trained` to a JSON-able answer.
+
+A point of a curve is {exit, rule, cuts, macs, held_out, test, raw, n, answers}: quality on held-out images, by which points
+are chosen, and on test images, with statistics re-estimated at the point and with the full mixture's (`raw`). `answers`
+says what became of every test image (`store.pack`), so that two points can be compared image by image.
+"""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import latency as timing
+from benchmarks import orders as cutting
+from benchmarks.cascade import one_threshold
+from benchmarks.claims.store import JSON, pack
+from benchmarks.claims.trained import Trained
+from benchmarks.claims.trainings import Scale
+from benchmarks.claims.uncertainty import measure_uncertainty
+from cnmm.cascade import stage_macs
+from cnmm.chain import Chain, initial_logits
+from cnmm.cost import CostTable
+from cnmm.evaluation.calibrate import calibrate
+from cnmm.evaluation.classification import Classification
+from cnmm.evaluation.engine import Engine
+from cnmm.evaluation.search import cutting_curves, first_points
+from cnmm.evaluation.segmentation import Segmentation, metric_values
+from cnmm.evaluation.statistics import reestimated
+from cnmm.evaluation.strips import scene_strip
+from cnmm.evaluation.task import task_of
+from cnmm.frontier import FRONTIER_FILE, FrontierPoint
+from cnmm.lattice import OperatingPoint, full_dag
+from cnmm.mixture import Mixture
+from cnmm.pictures import to_png
+from cnmm.prune import cutting_order
+from cnmm.training.seeds import seeded
+from cnmm.zoo import model_plan, num_networks
+from peers.evaluate import spent
+
+SHARES = (0.75, 0.5, 0.35, 0.25)
+"""Of the last exit's macs: its curve has the largest point within each."""
+AVERAGES = (0.2, 0.3, 0.4, 0.5, 0.6)
+"""Average macs of early exit, as shares."""
+
+
+def no_tick(part: float, *, fresh: bool = True) -> None:
+    """Nobody wants to know."""
+
+
+@torch.no_grad()
+def curves(trained: Trained, scale: Scale) -> JSON:
+    """All exits under cutting, by the paper's rule; by all rules where the ladder was tuned along them."""
+    run = trained.run
+    points = [trained.point] if trained.point else curve_points(run.model, run.config.recipe, scale.points)
+    engine, task = Engine(run.model), task_of(run.model.config)
+    metric = task.check_metric()
+    ordered = engine.ordered(points)
+    engine.estimate(ordered, run.images.statistics(), no_tick)
+    held = engine.evaluate(ordered, run.images.batches(*run.images.split("validation")), no_tick, metric=metric, raw=False)
+    part, chosen = run.images.split("test")
+    batches = run.images.batches(part, chosen[: scale.images])
+    tested = {raw: _answers(engine, ordered, batches, raw=raw) for raw in (False, True)}
+    costs = CostTable.of(run.model.config)
+    rows = [
+        {
+            "exit": point.exit,
+            "rule": point.rule or "flow",
+            "cuts": point.cuts or 0,
+            "macs": costs.point(point).macs,
+            "held_out": held[point.name].value,
+            "test": _quality(tested[False][point.name]),
+            "raw": _quality(tested[True][point.name]),
+            "answers": pack(tested[False][point.name]),
+        }
+        for point in sorted(points, key=lambda point: costs.point(point).macs)
+    ]
+    n = len(next(iter(tested[False].values())))
+    about = {"data": run.about["data"]["name"], "metric": metric, "n": n, "held_out_n": next(iter(held.values())).n, "full_macs": costs.exit().macs}
+    return {**about, "split": "test", "networks": num_networks(run.model), "points": rows}
+
+
+def curve_points(model: Mixture, recipe: str, num: int) -> list[OperatingPoint]:
+    """Points of every exit: nothing cut, one network, some between; and of the last exit those within `SHARES`."""
+    ours = recipe in ("quick", "long", "street") and model.config.mixing == "gates"
+    costs, last = CostTable.of(model.config), cutting_order(model)
+    full = costs.point(last[0]).macs
+    chosen = [cutting_order(model, exit)[0] for exit in model.config.exit_numbers]
+    if model.config.mixing == "gates":
+        chosen += [next(point for point in last if costs.point(point).macs <= share * full) for share in _within(last, costs)]
+        chosen += first_points(cutting_curves(model, "all" if ours else "flow"), num)
+    different = {(point.exit, point.edges): point for point in reversed(chosen)}
+    return list(different.values())
+
+
+def _within(order: Sequence[OperatingPoint], costs: CostTable) -> list[float]:
+    """The shares that an order reaches."""
+    least = costs.point(order[-1]).macs / costs.point(order[0]).macs
+    return [share for share in SHARES if share >= least]
+
+
+def _answers(engine: Engine, points: Sequence[OperatingPoint], batches: Any, *, raw: bool) -> dict[str, np.ndarray]:
+    """By point: which images are right, [N]; of scenes, their counts, [N, 3, K]."""
+    config = engine.model.config
+    found: dict[str, list[np.ndarray]] = {point.name: [] for point in points}
+    for images, target in batches:
+        for point, logits in engine.answers(points, images, raw=raw):
+            found[point.name].append(answer(logits, target, config.num_classes))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def answer(logits: Tensor, target: Tensor, num_classes: int) -> np.ndarray:
+    """What became of every image."""
+    if target.dim() == 3:
+        return Segmentation().counts(logits, target, num_classes).numpy()
+    return (logits.argmax(1) == target).numpy()
+
+
+def _quality(found: np.ndarray) -> float:
+    if found.ndim == 1:
+        return float(found.mean())
+    return metric_values(torch.from_numpy(found).sum(0))["miou"].item()
+
+
+def frontier(trained: Trained, scale: Scale) -> JSON:
+    """What the repository's own measurement says of a model: no image is needed."""
+    if not (trained.folder / FRONTIER_FILE).is_file():
+        trained.run.measure(test=True, points=scale.points)
+    measured = trained.run.frontier
+    rows = [_row(point) for point in measured.points]
+    first = measured.points[0]
+    about = {"data": trained.run.about["data"]["name"], "metric": first.metric, "n": first.n, "held_out_n": first.n, "full_macs": measured.full_macs}
+    cascade = measured.cascade.to_dict() if measured.cascade else None
+    return {**about, "split": "held out", "networks": num_networks(trained.run.model), "points": rows, "cascade": cascade}
+
+
+def _row(point: FrontierPoint) -> JSON:
+    """Test figures are those of the best points; held-out ones are all points'."""
+    names = ("exit", "rule", "cuts", "macs", "low", "high", "test_n")
+    quality = {"held_out": point.quality, "test": point.test_quality, "raw": point.raw_quality}
+    return {**{name: getattr(point, name) for name in names}, **quality}
+
+
+def orders(trained: Trained, scale: Scale) -> JSON:
+    """The last exit cut by learned, measured, untrained and random orders (`benchmarks.orders`)."""
+    run = trained.run
+    answers, costs = cutting.Answers(run, scale.images), CostTable.of(run.model.config)
+    found, rows = cutting.all_orders(run), []
+    full = answers.of(found["flow"][0])[1]
+    for share in (0.75, 0.5, 0.25):
+        for name, order in found.items():
+            fitting = [point for point in order if costs.point(point).macs <= share * costs.exit().macs]
+            point = max(fitting, key=lambda point: costs.point(point).macs, default=order[-1])
+            held, right = answers.of(point)
+            macs = costs.point(point).macs
+            quality = {"held_out": float(held.mean()), "test": float(right.mean()), "answers": pack(right)}
+            rows.append({"share": share, "order": name, "cuts": point.cuts, "macs": macs, **quality})
+    return {"n": len(full), "split": "test", "full": float(full.mean()), "full_macs": costs.exit().macs, "rows": rows}
+
+
+@torch.no_grad()
+def monte_carlo(trained: Trained, scale: Scale) -> JSON:
+    """The paper's table 1: the expectation against averages over samples of the mixture, relaxed and hard."""
+    run, most = trained.run, max(scale.samples)
+    model, config = run.model.eval(), run.config
+    part, chosen = run.images.split("test")
+    right: dict[tuple[str, int], list[np.ndarray]] = {}
+    generator = seeded(config.seed, "monte-carlo")
+    for images, target in run.images.batches(part, chosen[: scale.images]):
+        right.setdefault(("expectation", 1), []).append((model(images).argmax(1) == target).numpy())
+        for gates in ("relaxed", "hard"):
+            total = torch.zeros(())
+            for number in range(1, most + 1):
+                options: dict[str, Any] = {"temperature": config.temperature, "generator": generator}
+                total = total + model(images, gates=gates, group=1, **options).softmax(1)
+                if number in scale.samples:
+                    right.setdefault((gates, number), []).append((total.argmax(1) == target).numpy())
+    macs = CostTable.of(model.config).exit().macs
+    rows = []
+    for (gates, number), parts in right.items():
+        found = np.concatenate(parts)
+        row = {"gates": gates, "samples": number, "macs": macs * number, "test": float(found.mean()), "answers": pack(found)}
+        rows.append(row)
+    return {"n": len(found), "split": "test", "statistics": config.statistics, "rows": rows}
+
+
+@torch.no_grad()
+def early_exit(trained: Trained, scale: Scale) -> JSON:
+    """Nothing cut, images leave when an exit is sure: a threshold for every exit, or one for all, or a fixed exit."""
+    run, config = trained.run, trained.run.model.config
+    point = cutting_order(run.model)[0]
+    model = reestimated(run.model, run.images.statistics(), point)
+    stages = tuple(stage_macs(config, point).values())
+    asked = {split: _ask(model, run, split, scale.images) for split in ("validation", "test")}
+    held, test = asked["validation"][0], asked["test"][0]
+    table = calibrate(held.confidence, held.worth, stages, held.quality)
+    probabilities, labels = asked["test"][1:]
+    fixed = [{"macs": CostTable.of(config).exit(exit).macs, "test": float((probabilities[:, k].argmax(1) == labels).mean())}
+             for k, exit in enumerate(config.exit_numbers)]
+    rows = []
+    for share in AVERAGES:
+        budget = share * CostTable.of(config).exit().macs
+        fitting = [row for row in table if row.average_macs <= budget]
+        if not fitting:
+            continue
+        ours = spent(max(fitting, key=lambda row: row.quality), stages, test)
+        single = one_threshold(probabilities, labels, np.array(stages), ours["macs"])
+        alone = [each["test"] for each in fixed if each["macs"] <= ours["macs"]]
+        rows.append({"share": share, "macs": ours["macs"], "test": ours["quality"], "one_threshold": single,
+                     "fixed": max(alone, default=None)})
+    return {"n": len(labels), "split": "test", "rows": rows, "exits": fixed}
+
+
+def _ask(model: Mixture, run: Any, split: str, num: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    """What early exit needs to know of all exits; their probabilities, [N, E, K]; and the labels."""
+    part, chosen = run.images.split(split)
+    choices, found, labels = Classification().choices(model.config.num_classes, "accuracy"), [], []
+    for images, target in run.images.batches(part, chosen[:num]):
+        scores = list(model.forward_exits(images).values())
+        choices.add(scores, target)
+        found.append(torch.stack([score.softmax(1) for score in scores], 1).numpy())
+        labels.append(target.numpy())
+    return choices, np.concatenate(found), np.concatenate(labels)
+
+
+def wall_time(trained: Trained, scale: Scale) -> JSON:
+    """Milliseconds of slim networks against their macs (`benchmarks.latency`), batch 1, one thread."""
+    model = trained.run.model
+    options = Namespace(points=4 if scale.name == "smoke" else 16, rounds=scale.rounds, seconds=0.02 * scale.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        fits = {runtime: timing.fit(model, 1, runtime, Path(folder), options) for runtime in timing.RUNTIMES}
+    return {"n": options.points, "split": "noise", "fits": fits}
+
+
+@torch.no_grad()
+def pictures(trained: Trained, scale: Scale) -> JSON:
+    """One held-out scene, labelled at several budgets by one set of weights: every exit, or some of them."""
+    run, about = trained.run, trained.run.preprocessing
+    costs, numbers = CostTable.of(run.model.config), run.model.config.exit_numbers
+    chosen = [cutting_order(run.model, exit)[0] for exit in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})]
+    scene = run.images.scenes(1)[0]
+    x = run.images.prepared.prepare(torch.from_numpy(scene.image.copy()).permute(2, 0, 1)[None]).float()
+    shown, answers = {}, []
+    for point in chosen:
+        model = reestimated(run.model, run.images.statistics(), point)
+        shown[_named(point, costs.point(point).macs)] = model
+        answers.append(model(x, point).argmax(1))
+    strip = scene_strip(scene, x, shown, about.classes, about.palette, {})
+    strip.thumbnail((1600, 1600))
+    rows = [
+        {"point": point.name, "macs": point.macs, "agrees": float((each == answers[-1]).float().mean())}
+        for point, each in zip(shown, answers, strict=True)
+    ]
+    png = base64.b64encode(to_png(strip.quantize(128))).decode()
+    return {"n": 1, "split": "held out", "points": rows, "png": png}
+
+
+def _named(point: OperatingPoint, macs: int) -> Any:
+    """As much of a measured point as a picture shows."""
+    zero: dict[str, Any] = dict.fromkeys(("params", "n"), 1) | dict.fromkeys(("quality", "low", "high"), 0.0)
+    about = {"rule": "flow", "cuts": point.cuts or 0, "metric": "miou", "split": "", "statistics": "re-estimated"}
+    return FrontierPoint(name=point.name, exit=point.exit, macs=macs, **about, **zero)
+
+
+def peer(trained: Trained, scale: Scale) -> JSON:
+    """What the trainer of a peer found: exits, or widths, on held-out and test images."""
+    results = trained.peer
+    metric = results["metric"]
+    rows = []
+    for row in results["exits"]:
+        test = row["test"]
+        quality = {"held_out": row["validation"][metric], "test": test[metric], "low": test["low"], "high": test["high"]}
+        rows.append({"exit": row["exit"], "macs": row["macs"], **quality})
+    n = results["exits"][0]["test"]["n"]
+    return {"metric": metric, "n": n, "split": "test", "params": results["params"], "points": rows}
+
+
+def structure(trained: Trained, scale: Scale) -> JSON:
+    """Counted, not trained: networks of the full graph, shared parameters, and the macs of one pass."""
+    graphs = []
+    for depth in range(1, 11):
+        dag = full_dag(depth)
+        graphs.append({"T": depth, "networks": Chain(dag, initial_logits(dag, "half")).count(), "functions": len(dag.edges)})
+    plan = model_plan("cnmm_b6s3")
+    dense = model_plan("cnmm_b6s3", mixing="sum")
+    costs = CostTable.of(plan.config)
+    counted = {
+        "networks": num_networks(plan),
+        "params": costs.exit().params,
+        "macs": costs.exit().macs,
+        "dense_macs": CostTable.of(dense.config).exit().macs,
+        "dense_params": CostTable.of(dense.config).exit().params,
+    }
+    return {"n": len(graphs), "split": "counted", "graphs": graphs, "model": counted}
+
+
+KINDS: dict[str, Callable[[Trained, Scale], JSON]] = {
+    "curves": curves,
+    "frontier": frontier,
+    "orders": orders,
+    "monte_carlo": monte_carlo,
+    "early_exit": early_exit,
+    "uncertainty": measure_uncertainty,
+    "wall_time": wall_time,
+    "pictures": pictures,
+    "peer": peer,
+    "structure": structure,
+}
+VERSIONS = dict.fromkeys(KINDS, 1)
+"""Raised where a kind measures something else than before: what was measured is then stale."""
+FREE = ("frontier", "peer", "structure")
+"""Kinds that only read what is there."""
