@@ -9,10 +9,15 @@ ARGS ?=
 # What `make serve` serves: a trained model by name, a ladder folder, or a run of yours.
 MODEL ?= fashion
 
+# What `make paper` does: smoke (two minutes), cpu (ten hours of two cores) or full (the paper's own scale); and where
+# the data sets' folders are.
+SCALE ?= cpu
+DATA ?= data
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo serve test check format clean
+.PHONY: help venv demo serve paper test check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1: \2/p' Makefile
@@ -32,6 +37,9 @@ demo: .venv/.installed ## the whole story on real images: train, measure, export
 serve: .venv/.installed ## serve a trained model on this machine: open the address that it says in a browser
 	@echo "starting; then open the address below in a browser, and drop an image on the page"
 	@$(BIN)/cnmm serve $(MODEL)
+
+paper: .venv/.installed ## check the paper's claims: train and measure what is missing, write docs/claims.md (SCALE=cpu DATA=DIR)
+	$(BIN)/python -m benchmarks.claims --scale $(SCALE) --data-dir $(DATA)
 
 test: .venv/.installed ## run all tests in two processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)

@@ -47,11 +47,15 @@ def train_peer(
     recipe: str = "own",
     minutes: float | None = None,
     resume: bool = False,
+    onnx: bool = True,
     say: Say = lambda words: None,
     command: str = "",
     **fields: Any,
 ) -> dict[str, Any]:
-    """Trains a peer into a folder and returns what results.json says. `fields` override those of the recipe."""
+    """Trains a peer into a folder and returns what results.json says. `fields` override those of the recipe.
+
+    `onnx`: also writes the ONNX file, which takes seconds.
+    """
     keep_freed_memory()
     folder, opened = Path(out), open_data(data)
     config = complete(peer_recipe(name, recipe, **fields), opened, asked="val" in fields)
@@ -71,7 +75,7 @@ def train_peer(
         training.save(epoch + 1)
         exits = " ".join(f"{100 * value:.2f}" for value in quality)
         say(f"epoch {epoch + 1}/{config.epochs}  loss {loss:.3f}  held out {exits}  {clocks[0]:.0f} s")
-    return _finish(training, command)
+    return _finish(training, command, onnx=onnx)
 
 
 def _epochs(name: str, data: DataSet, config: TrainConfig, minutes: float) -> int:
@@ -105,11 +109,11 @@ def _about(training: Training) -> dict[str, Any]:
     return {"peer": training.name, "data": training.data.spec, "train": recorded(training.config)}
 
 
-def _finish(training: Training, command: str) -> dict[str, Any]:
+def _finish(training: Training, command: str, *, onnx: bool) -> dict[str, Any]:
     """Writes the weights, the results and, where images are labelled, the ONNX file."""
     folder, network, data = training.folder, training.finish(), training.data
     write_atomically(folder / run_folder.WEIGHTS_FILE, to_bytes(network.state_dict()))
-    if not data.palette:
+    if onnx and not data.palette:
         write_atomically(folder / ONNX_FILE, onnx_bytes(network, data.size, data.in_chans))
     lines = [json.loads(line) for line in (folder / run_folder.LOG_FILE).read_text("utf-8").splitlines()]
     results = {

@@ -5,8 +5,8 @@
     python -m benchmarks.claims --scale cpu --only cifar10_quick --data-dir DIR
     python -m benchmarks.claims --scale cpu --render              # the page alone, from the results that are there
 
-DIR holds cifar-10-batches-py, cifar-100-python, camvid (at the scale full: cityscapes), or is one of them. What was stopped
-goes on with the same command.
+DIR holds cifar-10-batches-py, cifar-100-python, camvid (at the scale full: cityscapes), or is one of them. What was
+stopped goes on with the same command.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "claims", metavar="DIR", help="of run folders")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--data-dir", type=Path, nargs="+", default=[ROOT / "data"], metavar="DIR")
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="default: docs/claims.md; smoke: beside its results")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE.md", help="default: docs/claims.md; smoke: beside its results"
+    )
     parser.add_argument("--render", action="store_true", help="only render the page")
     parser.add_argument("--list", action="store_true", help="only list the trainings")
     given = parser.parse_args(arguments)

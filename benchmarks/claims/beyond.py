@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import statistics
 
+from benchmarks.claims import tables
 from benchmarks.claims.claim import Claim, case
-from benchmarks.claims.evidence import averaged, difference, full, largest_within, paired, pooled, quality, select, within
-from benchmarks.claims.statements import Runs, judge_peer, measure_peer
+from benchmarks.claims.comparison import judge_peer, measure_peer
+from benchmarks.claims.cutting import Runs
+from benchmarks.claims.evidence import (
+    averaged,
+    cut_to,
+    difference,
+    full,
+    paired,
+    pooled,
+    quality,
+    within,
+)
 from benchmarks.claims.store import JSON
-from benchmarks.claims.verdict import FAILS, HOLDS, UNKNOWN, Verdict, better, no_worse, percent, points, said
+from benchmarks.claims.verdict import FAILS, HOLDS, UNKNOWN, Verdict, better, no_worse, percent, points
 
 LARGEST = "largest probability"
 
@@ -18,13 +29,15 @@ def measure_slim(cnmm: Runs, slim: Runs, share: float) -> JSON:
     found = []
     for ours, alone in zip(cnmm, slim, strict=False):
         (other,) = alone["points"]
-        point = largest_within(ours, share * ours["full_macs"], exit=other["exit"], rule="flow")
+        point = cut_to(ours, share, exit=other["exit"], rule="flow")
         if point:
             found.append(difference((ours, point), (alone, other)))
-    return {**pooled(found), "share": share}
+    return {**(pooled(found) if found else {"n": 0}), "share": share}
 
 
 def judge_slim(found: JSON) -> Verdict:
+    if "difference" not in found:
+        return Verdict(UNKNOWN, f"no point near {found['share']:.0%} of the macs was measured")
     return no_worse(found, f"cut to {found['share']:.0%}, less the same architecture from scratch")
 
 
@@ -67,8 +80,8 @@ def judge_statistics(found: JSON) -> Verdict:
     if not found["points"]:
         return Verdict(UNKNOWN, "no cut point has both figures")
     words = (
-        f"better at {found['better']} of {found['points']} cut points, by {points(found['mean'])} points on average and "
-        f"{points(found['most'])} at most"
+        f"better at {found['better']} of {found['points']} cut points, by {points(found['mean'])} points on average "
+        f"and {points(found['most'])} at most"
     )
     share = found["better"] / found["points"]
     return Verdict(HOLDS if share >= 0.75 and found["mean"] > 0 else FAILS if share < 0.5 else UNKNOWN, words)
@@ -101,7 +114,9 @@ def measure_early_exit(cnmm: list[JSON], against: str) -> JSON:
     """Thresholds for every exit, less one threshold for all, or the best exit alone, at the same average macs."""
     rows = []
     for number, first in enumerate(cnmm[0]["rows"]):
-        values = [(each["rows"][number]["test"], each["rows"][number][against]) for each in cnmm if len(each["rows"]) > number]
+        values = [
+            (each["rows"][number]["test"], each["rows"][number][against]) for each in cnmm if len(each["rows"]) > number
+        ]
         if all(other is not None for _, other in values):
             ours, theirs = (statistics.mean(column) for column in zip(*values, strict=True))
             rows.append({"share": first["share"], "test": ours, "other": theirs, "difference": ours - theirs})
@@ -123,7 +138,10 @@ def measure_doubt(cnmm: list[JSON], of: str) -> JSON:
     """AUROC of every signal of doubt, averaged over the seeds."""
     names = [row["signal"] for row in cnmm[0]["rows"]]
     rows = [
-        {"signal": name, "auroc": statistics.mean(row[of] for each in cnmm for row in each["rows"] if row["signal"] == name)}
+        {
+            "signal": name,
+            "auroc": statistics.mean(row[of] for each in cnmm for row in each["rows"] if row["signal"] == name),
+        }
         for name in names
     ]
     return {"rows": rows, "of": of, "n": cnmm[0]["n"], "unknown": cnmm[0]["unknown"], "unknown_n": cnmm[0]["unknown_n"]}
@@ -135,7 +153,8 @@ def judge_doubt(found: JSON) -> Verdict:
     more = [row for row in found["rows"] if "samples" in row["signal"] or "exits" in row["signal"]]
     best = max(more, key=lambda row: row["auroc"])
     what = "errors" if found["of"] == "errors" else f"images it does not know ({found['unknown']})"
-    words = f"AUROC of {what}: largest probability {usual:.3f}, best of the mixture's {best['auroc']:.3f} ({best['signal']})"
+    words = f"AUROC of {what}: largest probability {usual:.3f}, "
+    words += f"best of the mixture's {best['auroc']:.3f} ({best['signal']})"
     gain = best["auroc"] - usual
     return Verdict(HOLDS if gain >= 0.01 else FAILS if gain <= 0 else UNKNOWN, words)
 
@@ -179,10 +198,11 @@ CONTROLS: tuple[Claim, ...] = (
     Claim(
         key="C1",
         title="Cut, or trained from scratch?",
-        paper="A reviewer's question: is what cutting leaves worth more than the same architecture trained alone, for as many "
-        "epochs?",
+        paper="A reviewer's question: is what cutting leaves worth more than the same architecture trained alone, "
+        "for as many epochs?",
         where="control",
-        rule_words="what cutting by flow leaves of the last exit is at most one point below the same edges trained alone",
+        rule_words="what cutting by flow leaves of the last exit is at most one point below the same edges trained "
+        "alone",
         cases=(
             case("{cifar10}, half of the macs", _QUICK | {"slim": "curves:cifar10_slim_half"}, share=0.5),
             case("{cifar10}, a quarter", _QUICK | {"slim": "curves:cifar10_slim_quarter"}, share=0.25),
@@ -193,8 +213,8 @@ CONTROLS: tuple[Claim, ...] = (
     Claim(
         key="C2",
         title="Against networks that users would pick instead",
-        paper="Slimmable widths (one network, four widths) and plain networks from scratch at three budgets, each trained for "
-        "as long as the mixture.",
+        paper="Slimmable widths (one network, four widths) and plain networks from scratch at three budgets, each "
+        "trained for as long as the mixture.",
         where="control",
         rule_words="the mixture is at most half a point below, on average over the peer's exits or widths",
         cases=(
@@ -205,6 +225,7 @@ CONTROLS: tuple[Claim, ...] = (
         ),
         measure=measure_peer,
         rule=judge_peer,
+        table=tables.by_peer,
     ),
     Claim(
         key="C3",
@@ -239,6 +260,7 @@ BEYOND: tuple[Claim, ...] = (
         ),
         measure=measure_rules,
         rule=judge_rules,
+        table=tables.by_share("less flow"),
     ),
     Claim(
         key="B2",
@@ -256,6 +278,7 @@ BEYOND: tuple[Claim, ...] = (
         ),
         measure=measure_rules,
         rule=judge_rules,
+        table=tables.by_share("less flow"),
     ),
     Claim(
         key="B3",
@@ -283,6 +306,7 @@ BEYOND: tuple[Claim, ...] = (
         cases=(case("{cifar10}, quick", {"ours": "curves:cifar10_quick", "theirs": "curves:cifar10_untuned"}),),
         measure=measure_budgets,
         rule=judge_budgets,
+        table=tables.by_share("difference"),
     ),
     Claim(
         key="B5",
@@ -302,6 +326,7 @@ BEYOND: tuple[Claim, ...] = (
         ),
         measure=measure_budgets,
         rule=judge_budgets,
+        table=tables.by_share("difference"),
     ),
     Claim(
         key="B6",
@@ -310,7 +335,9 @@ BEYOND: tuple[Claim, ...] = (
         where="beyond the paper",
         rule_words="at every average budget from 20 to 60 % no worse, and at one better",
         cases=(
-            case("{cifar10}, quick, against one threshold", {"cnmm": "early_exit:cifar10_quick"}, against="one_threshold"),
+            case(
+                "{cifar10}, quick, against one threshold", {"cnmm": "early_exit:cifar10_quick"}, against="one_threshold"
+            ),
             case("{cifar10}, quick, against a fixed exit", {"cnmm": "early_exit:cifar10_quick"}, against="fixed"),
         ),
         measure=measure_early_exit,
@@ -321,8 +348,8 @@ BEYOND: tuple[Claim, ...] = (
         title="A mixture knows where it errs",
         paper="Five samples of the mixture, or the exits of one pass, may disagree where the answer is wrong.",
         where="beyond the paper",
-        rule_words="a signal of samples or exits is at least 0.01 of AUROC above the largest probability (not above: does not "
-        "hold)",
+        rule_words="a signal of samples or exits is at least 0.01 of AUROC above the largest probability (not above: "
+        "does not hold)",
         cases=(
             case("{cifar10}, sampled: errors", {"cnmm": "uncertainty:cifar10_sampled"}, of="errors"),
             case("{cifar10}, quick: errors", {"cnmm": "uncertainty:cifar10_quick"}, of="errors"),
@@ -331,14 +358,15 @@ BEYOND: tuple[Claim, ...] = (
         ),
         measure=measure_doubt,
         rule=judge_doubt,
+        table=tables.by_signal,
     ),
     Claim(
         key="B8",
         title="A mixture is better calibrated than a temperature makes it",
         paper="The mean over samples or exits, against temperature scaling.",
         where="beyond the paper",
-        rule_words="an expected calibration error at least 0.2 points below that of temperature scaling (above it by as much: "
-        "does not hold)",
+        rule_words="an expected calibration error at least 0.2 points below that of temperature scaling (above it by "
+        "as much: does not hold)",
         cases=(
             case("{cifar10}, sampled", {"cnmm": "uncertainty:cifar10_sampled"}),
             case("{cifar10}, quick", {"cnmm": "uncertainty:cifar10_quick"}),

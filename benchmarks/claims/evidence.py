@@ -1,7 +1,7 @@
 """Comparisons of measured points: which is chosen within a budget, and how two differ, image by image. Pure functions.
 
-A point is a row of `measures.curves`, `measures.frontier` or `measures.peer`. Points are chosen on held-out images; what is
-compared are test images where all points have them, else the held-out ones, and the answer says which.
+A point is a row of `measures.curves`, `measures.frontier` or `measures.peer`. Points are chosen on held-out images;
+what is compared are test images where all points have them, else the held-out ones, and the answer says which.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from cnmm.evaluation.classification import Z_95, wilson
 from cnmm.evaluation.segmentation import metric_values
 
 RESAMPLES = 1000
+NEAR = 0.1
+"""A point that is cut to a share of the macs is smaller by no more than this share."""
 SAME_COST = 0.03
 """Points whose macs differ by no more are of equal cost."""
 Measured = JSON
@@ -42,9 +44,13 @@ def select(found: Measured, exit: int | None = None, rule: str | None = None) ->
     ]
 
 
-def largest_within(found: Measured, macs: float, **only: Any) -> JSON | None:
-    """The largest point within a budget, wherever it is: what cutting leaves, not what one would choose."""
-    fitting = [point for point in select(found, **only) if point["macs"] <= macs * (1 + 1e-9)]
+def cut_to(found: Measured, share: float, **only: Any) -> JSON | None:
+    """The largest point within a share of the macs: what cutting leaves, not what one would choose.
+
+    None if the largest that was measured is much smaller than that.
+    """
+    limit, least = ((share + more) * found["full_macs"] for more in (1e-9, -NEAR))
+    fitting = [point for point in select(found, **only) if least <= point["macs"] <= limit]
     return max(fitting, key=lambda point: point["macs"], default=None)
 
 
@@ -58,10 +64,19 @@ def full(found: Measured, exit: int | None = None) -> JSON:
     return max(select(found, exit=wanted), key=lambda point: point["macs"])
 
 
+def split_of(*points: JSON) -> str:
+    """What points are compared on: test images, if all of them have those figures."""
+    return "test" if all(point.get("test") is not None for point in points) else "held out"
+
+
+def value(point: JSON, split: str) -> float:
+    found: float = point["test"] if split == "test" else point["held_out"]
+    return found
+
+
 def quality(found: Measured, point: JSON) -> float:
-    """On test images, if the whole measurement has them."""
-    value: float = point["test"] if found["split"] == "test" else point["held_out"]
-    return value
+    """On test images, if all points that were measured have them."""
+    return value(point, found["split"])
 
 
 def envelope(found: Measured, points: Iterable[JSON] | None = None) -> list[JSON]:
@@ -73,27 +88,40 @@ def envelope(found: Measured, points: Iterable[JSON] | None = None) -> list[JSON
     return best
 
 
-def difference(a: tuple[Measured, JSON], b: tuple[Measured, JSON]) -> JSON:
-    """A point less another, with a 95 % interval: image by image where both have answers, else of two shares."""
+def difference(a: tuple[Measured, JSON], b: tuple[Measured, JSON], split: str | None = None) -> JSON:
+    """A point less another, with a 95 % interval: image by image where both have answers, else of two shares.
+
+    `split`: the images, if not test images wherever both have those figures.
+    """
     (one, p), (two, q) = a, b
     if "answers" in p and "answers" in q and one["n"] == two["n"]:
         return paired(p["answers"], q["answers"], one["n"], one["metric"])
-    value, se = quality(one, p) - quality(two, q), 0.0
-    for found, point in (a, b):
-        low, high = interval(found, point)
-        se += ((high - low) / (2 * Z_95)) ** 2
-    half = Z_95 * math.sqrt(se)
-    return {"difference": value, "low": value - half, "high": value + half, "n": min(one["n"], two["n"]), "paired": False}
+    split = split or split_of(p, q)
+    middle, half = value(p, split) - value(q, split), math.hypot(_half(one, p, split), _half(two, q, split))
+    n = min(num_images(one, p, split), num_images(two, q, split))
+    return {"difference": middle, "low": middle - half, "high": middle + half, "n": n, "split": split, "paired": False}
 
 
-def interval(found: Measured, point: JSON) -> tuple[float, float]:
+def num_images(found: Measured, point: JSON, split: str) -> int:
+    """That a point's figure is of."""
+    number: int = found["held_out_n"] if split != "test" else point.get("test_n") or found["n"]
+    return number
+
+
+def _half(found: Measured, point: JSON, split: str) -> float:
+    """Half of the 95 % interval of a point's quality."""
+    low, high = interval(found, point, split)
+    return (high - low) / 2
+
+
+def interval(found: Measured, point: JSON, split: str) -> tuple[float, float]:
     """95 % interval of a point's quality."""
+    if found["metric"] != "miou":
+        return wilson(value(point, split), num_images(found, point, split))
     if "low" in point:
         return point["low"], point["high"]
-    if found["metric"] == "miou":
-        counts = torch.from_numpy(unpack_counts(point["answers"], found["n"]).copy())
-        return _quantiles(_resampled(counts.double(), found["n"]))
-    return wilson(quality(found, point), found["n"])
+    counts = torch.from_numpy(unpack_counts(point["answers"], found["n"]).copy())
+    return _quantiles(_resampled(counts.double(), found["n"]))
 
 
 def paired(a: str, b: str, n: int, metric: str = "accuracy") -> JSON:
@@ -101,16 +129,18 @@ def paired(a: str, b: str, n: int, metric: str = "accuracy") -> JSON:
     if metric == "miou":
         both = torch.from_numpy(np.concatenate([unpack_counts(each, n) for each in (a, b)], 1)).double()
         drawn = _resampled(both[:, :3], n) - _resampled(both[:, 3:], n)
-        value = float(metric_values(both[:, :3].sum(0))["miou"] - metric_values(both[:, 3:].sum(0))["miou"])
+        middle = float(metric_values(both[:, :3].sum(0))["miou"] - metric_values(both[:, 3:].sum(0))["miou"])
         low, high = _quantiles(drawn)
         p = 2 * min(float((drawn <= 0).mean()), float((drawn >= 0).mean()))
-        return {"difference": value, "low": low, "high": high, "p": min(1.0, max(p, 1 / RESAMPLES)), "n": n, "paired": True}
+        p = min(1.0, max(p, 1 / RESAMPLES))
+        return {"difference": middle, "low": low, "high": high, "p": p, "n": n, "split": "test", "paired": True}
     ours, theirs = unpack_truths(a, n), unpack_truths(b, n)
     each = ours.astype(float) - theirs
-    value, half = float(each.mean()), Z_95 * float(each.std()) / math.sqrt(n)
+    middle, half = float(each.mean()), Z_95 * float(each.std()) / math.sqrt(n)
     won, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
     p = min(1.0, 2 * p_value(max(won, lost), min(won, lost)))
-    return {"difference": value, "low": value - half, "high": value + half, "p": p, "n": n, "paired": True}
+    about = {"p": p, "n": n, "split": "test", "paired": True}
+    return {"difference": middle, "low": middle - half, "high": middle + half, **about}
 
 
 def _resampled(counts_N3K: torch.Tensor, n: int) -> np.ndarray:
@@ -128,21 +158,23 @@ def _quantiles(drawn: np.ndarray) -> tuple[float, float]:
 def pooled(found: Sequence[JSON]) -> JSON:
     """The mean of independent differences, such as those of two seeds, with its interval.
 
-    Seeds that disagree say more than images: the interval is no narrower than the distance of the seeds from their mean.
-    """
+    Seeds that disagree say more than images: the interval is no narrower than the distance of the seeds from their
+    mean."""
     values = [each["difference"] for each in found]
-    value = statistics.mean(values)
+    middle = statistics.mean(values)
     se = math.sqrt(sum(((each["high"] - each["low"]) / (2 * Z_95)) ** 2 for each in found)) / len(found)
-    half = max(Z_95 * se, *(abs(each - value) for each in values))
+    half = max(Z_95 * se, *(abs(each - middle) for each in values))
     p = found[0].get("p") if len(found) == 1 else None
-    about = {"n": found[0]["n"], "seeds": len(found), "paired": all(each["paired"] for each in found)}
-    return {"difference": value, "low": value - half, "high": value + half, "p": p, **about}
+    about = {"n": found[0]["n"], "split": found[0]["split"], "seeds": len(found)}
+    paired = {"paired": all(each["paired"] for each in found)}
+    return {"difference": middle, "low": middle - half, "high": middle + half, "p": p, **about, **paired}
 
 
 def averaged(found: Sequence[JSON]) -> JSON:
     """The mean of differences on the same images, such as those of several budgets: intervals do not shrink."""
     mean = {name: statistics.mean(each[name] for each in found) for name in ("difference", "low", "high")}
-    return {**mean, "p": None, "n": found[0]["n"], "paired": all(each["paired"] for each in found)}
+    about = {"n": found[0]["n"], "split": found[0]["split"], "paired": all(each["paired"] for each in found)}
+    return {**mean, "p": None, **about}
 
 
 def opposite(found: JSON) -> JSON:
@@ -151,10 +183,10 @@ def opposite(found: JSON) -> JSON:
 
 def sum_of(a: JSON, b: JSON) -> JSON:
     """Of two independent differences."""
-    value = a["difference"] + b["difference"]
+    middle = a["difference"] + b["difference"]
     half = math.hypot(a["high"] - a["low"], b["high"] - b["low"]) / 2
-    both = {"n": a["n"], "paired": a["paired"] and b["paired"], "p": None}
-    return {"difference": value, "low": value - half, "high": value + half, **both}
+    both = {"n": a["n"], "split": a["split"], "paired": a["paired"] and b["paired"], "p": None}
+    return {"difference": middle, "low": middle - half, "high": middle + half, **both}
 
 
 def equal_cost_pairs(found: Measured) -> list[tuple[JSON, JSON]]:

@@ -1,4 +1,5 @@
-"""Pictures in the form of the paper's figures 6, 7 and 9, drawn from measurements alone: the same ones, the same bytes."""
+"""Pictures in the form of the paper's figures 6, 7 and 9, drawn from measurements alone: the same ones, the same
+bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ from cnmm.draw import FAINT, GREY, INK, PALE, STYLE, picture, require_matplotlib
 from cnmm.frontier import metric_words
 from peers.published import EARLY_EXIT, MANY_NETWORKS, ONE_NETWORK
 
-_COLOURS = ("#38a3a5", "#3182ce", "#5b4b8a", "#b83280", "#c05621", "#b7791f", "#4d7c0f", "#6b7782", "#22303c", "#e53e3e")
+_COLOURS = (
+    "#38a3a5",
+    "#3182ce",
+    "#5b4b8a",
+    "#b83280",
+    "#c05621",
+    "#b7791f",
+    "#4d7c0f",
+    "#6b7782",
+    "#22303c",
+    "#e53e3e",
+)
 _WAYS = {
     "given": "frontier:{}_given",
     "sampled": "curves:{}_sampled",
@@ -50,7 +62,9 @@ def draw_all(scale: Scale, find: Find) -> dict[str, bytes]:
         for way, need in _WAYS.items():
             cnmm, single = _ask(find, need.format(data)), _ask(find, f"{need.format(data)}_single")
             if cnmm:
-                found[f"cutting_{data}_{way}.svg"] = picture(draw_cutting(cnmm, single, f"{scale.titles[data]}, {way}"), ".svg")
+                found[f"cutting_{data}_{way}.svg"] = picture(
+                    draw_cutting(cnmm, single, f"{scale.titles[data]}, {way}"), ".svg"
+                )
         mixtures = {name: _ask(find, need.format(data)) for name, need in _MIXTURES.items()}
         peers = {name: _ask(find, *(each.format(data) for each in _listed(needs))) for name, needs in _PEERS.items()}
         name = "scenes" if data == "scenes" else f"peers_{data}"
@@ -173,7 +187,9 @@ def draw_ablations(found: dict[str, list[JSON]], scale: Scale) -> Any:
     """Figure 9's form: the best combination of exits and cuts of every variant."""
     with require_matplotlib().rc_context(STYLE):
         first = next(iter(found.values()))[0]
-        figure, axes = _axes(f"Variants of training: {scale.titles['cifar100']}", first["metric"], first["n"], first["split"])
+        figure, axes = _axes(
+            f"Variants of training: {scale.titles['cifar100']}", first["metric"], first["n"], first["split"]
+        )
         best: list[float] = []
         for number, (name, runs) in enumerate(found.items()):
             for seed, each in enumerate(runs):

@@ -1,16 +1,18 @@
 """What is measured on a trained network: one function for each kind, from a `Trained` to a JSON-able answer.
 
-A point of a curve is {exit, rule, cuts, macs, held_out, test, raw, n, answers}: quality on held-out images, by which points
-are chosen, and on test images, with statistics re-estimated at the point and with the full mixture's (`raw`). `answers`
-says what became of every test image (`store.pack`), so that two points can be compared image by image.
+A point of a curve is {exit, rule, cuts, macs, held_out, test, raw, n, answers}: quality on held-out images, by which
+points are chosen, and on test images, with statistics re-estimated at the point and with the full mixture's (`raw`).
+`answers` says what became of every test image (`store.pack`), so that two points can be compared image by image.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,9 @@ def curves(trained: Trained, scale: Scale) -> JSON:
     metric = task.check_metric()
     ordered = engine.ordered(points)
     engine.estimate(ordered, run.images.statistics(), no_tick)
-    held = engine.evaluate(ordered, run.images.batches(*run.images.split("validation")), no_tick, metric=metric, raw=False)
+    held = engine.evaluate(
+        ordered, run.images.batches(*run.images.split("validation")), no_tick, metric=metric, raw=False
+    )
     part, chosen = run.images.split("test")
     batches = run.images.batches(part, chosen[: scale.images])
     tested = {raw: _answers(engine, ordered, batches, raw=raw) for raw in (False, True)}
@@ -83,7 +87,13 @@ def curves(trained: Trained, scale: Scale) -> JSON:
         for point in sorted(points, key=lambda point: costs.point(point).macs)
     ]
     n = len(next(iter(tested[False].values())))
-    about = {"data": run.about["data"]["name"], "metric": metric, "n": n, "held_out_n": next(iter(held.values())).n, "full_macs": costs.exit().macs}
+    about = {
+        "data": run.about["data"]["name"],
+        "metric": metric,
+        "n": n,
+        "held_out_n": next(iter(held.values())).n,
+        "full_macs": costs.exit().macs,
+    }
     return {**about, "split": "test", "networks": num_networks(run.model), "points": rows}
 
 
@@ -94,7 +104,9 @@ def curve_points(model: Mixture, recipe: str, num: int) -> list[OperatingPoint]:
     full = costs.point(last[0]).macs
     chosen = [cutting_order(model, exit)[0] for exit in model.config.exit_numbers]
     if model.config.mixing == "gates":
-        chosen += [next(point for point in last if costs.point(point).macs <= share * full) for share in _within(last, costs)]
+        chosen += [
+            next(point for point in last if costs.point(point).macs <= share * full) for share in _within(last, costs)
+        ]
         chosen += first_points(cutting_curves(model, "all" if ours else "flow"), num)
     different = {(point.exit, point.edges): point for point in reversed(chosen)}
     return list(different.values())
@@ -136,9 +148,21 @@ def frontier(trained: Trained, scale: Scale) -> JSON:
     measured = trained.run.frontier
     rows = [_row(point) for point in measured.points]
     first = measured.points[0]
-    about = {"data": trained.run.about["data"]["name"], "metric": first.metric, "n": first.n, "held_out_n": first.n, "full_macs": measured.full_macs}
+    about = {
+        "data": trained.run.about["data"]["name"],
+        "metric": first.metric,
+        "n": first.n,
+        "held_out_n": first.n,
+        "full_macs": measured.full_macs,
+    }
     cascade = measured.cascade.to_dict() if measured.cascade else None
-    return {**about, "split": "held out", "networks": num_networks(trained.run.model), "points": rows, "cascade": cascade}
+    return {
+        **about,
+        "split": "held out",
+        "networks": num_networks(trained.run.model),
+        "points": rows,
+        "cascade": cascade,
+    }
 
 
 def _row(point: FrontierPoint) -> JSON:
@@ -186,7 +210,13 @@ def monte_carlo(trained: Trained, scale: Scale) -> JSON:
     rows = []
     for (gates, number), parts in right.items():
         found = np.concatenate(parts)
-        row = {"gates": gates, "samples": number, "macs": macs * number, "test": float(found.mean()), "answers": pack(found)}
+        row = {
+            "gates": gates,
+            "samples": number,
+            "macs": macs * number,
+            "test": float(found.mean()),
+            "answers": pack(found),
+        }
         rows.append(row)
     return {"n": len(found), "split": "test", "statistics": config.statistics, "rows": rows}
 
@@ -202,8 +232,10 @@ def early_exit(trained: Trained, scale: Scale) -> JSON:
     held, test = asked["validation"][0], asked["test"][0]
     table = calibrate(held.confidence, held.worth, stages, held.quality)
     probabilities, labels = asked["test"][1:]
-    fixed = [{"macs": CostTable.of(config).exit(exit).macs, "test": float((probabilities[:, k].argmax(1) == labels).mean())}
-             for k, exit in enumerate(config.exit_numbers)]
+    fixed = [
+        {"macs": CostTable.of(config).exit(exit).macs, "test": float((probabilities[:, k].argmax(1) == labels).mean())}
+        for k, exit in enumerate(config.exit_numbers)
+    ]
     rows = []
     for share in AVERAGES:
         budget = share * CostTable.of(config).exit().macs
@@ -213,8 +245,15 @@ def early_exit(trained: Trained, scale: Scale) -> JSON:
         ours = spent(max(fitting, key=lambda row: row.quality), stages, test)
         single = one_threshold(probabilities, labels, np.array(stages), ours["macs"])
         alone = [each["test"] for each in fixed if each["macs"] <= ours["macs"]]
-        rows.append({"share": share, "macs": ours["macs"], "test": ours["quality"], "one_threshold": single,
-                     "fixed": max(alone, default=None)})
+        rows.append(
+            {
+                "share": share,
+                "macs": ours["macs"],
+                "test": ours["quality"],
+                "one_threshold": single,
+                "fixed": max(alone, default=None),
+            }
+        )
     return {"n": len(labels), "split": "test", "rows": rows, "exits": fixed}
 
 
@@ -234,7 +273,8 @@ def wall_time(trained: Trained, scale: Scale) -> JSON:
     """Milliseconds of slim networks against their macs (`benchmarks.latency`), batch 1, one thread."""
     model = trained.run.model
     options = Namespace(points=4 if scale.name == "smoke" else 16, rounds=scale.rounds, seconds=0.02 * scale.rounds)
-    with tempfile.TemporaryDirectory() as folder:
+    quiet = redirect_stdout(io.StringIO())  # it speaks to whoever calls it from the command line
+    with tempfile.TemporaryDirectory() as folder, quiet:
         fits = {runtime: timing.fit(model, 1, runtime, Path(folder), options) for runtime in timing.RUNTIMES}
     return {"n": options.points, "split": "noise", "fits": fits}
 
@@ -244,7 +284,9 @@ def pictures(trained: Trained, scale: Scale) -> JSON:
     """One held-out scene, labelled at several budgets by one set of weights: every exit, or some of them."""
     run, about = trained.run, trained.run.preprocessing
     costs, numbers = CostTable.of(run.model.config), run.model.config.exit_numbers
-    chosen = [cutting_order(run.model, exit)[0] for exit in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})]
+    chosen = [
+        cutting_order(run.model, exit)[0] for exit in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
+    ]
     scene = run.images.scenes(1)[0]
     x = run.images.prepared.prepare(torch.from_numpy(scene.image.copy()).permute(2, 0, 1)[None]).float()
     shown, answers = {}, []
@@ -276,10 +318,17 @@ def peer(trained: Trained, scale: Scale) -> JSON:
     rows = []
     for row in results["exits"]:
         test = row["test"]
-        quality = {"held_out": row["validation"][metric], "test": test[metric], "low": test["low"], "high": test["high"]}
+        quality = {
+            "held_out": row["validation"][metric],
+            "test": test[metric],
+            "low": test["low"],
+            "high": test["high"],
+        }
         rows.append({"exit": row["exit"], "macs": row["macs"], **quality})
     n = results["exits"][0]["test"]["n"]
-    return {"metric": metric, "n": n, "split": "test", "params": results["params"], "points": rows}
+    held = results["exits"][0]["validation"]["n"]
+    about = {"metric": metric, "n": n, "held_out_n": held, "split": "test", "params": results["params"]}
+    return {**about, "points": rows}
 
 
 def structure(trained: Trained, scale: Scale) -> JSON:
@@ -287,7 +336,9 @@ def structure(trained: Trained, scale: Scale) -> JSON:
     graphs = []
     for depth in range(1, 11):
         dag = full_dag(depth)
-        graphs.append({"T": depth, "networks": Chain(dag, initial_logits(dag, "half")).count(), "functions": len(dag.edges)})
+        graphs.append(
+            {"T": depth, "networks": Chain(dag, initial_logits(dag, "half")).count(), "functions": len(dag.edges)}
+        )
     plan = model_plan("cnmm_b6s3")
     dense = model_plan("cnmm_b6s3", mixing="sum")
     costs = CostTable.of(plan.config)

@@ -91,12 +91,16 @@ class Runner:
         self.skipped = {name: why for name, why in before.items() if name not in {each.name for each in chosen}}
         for number, training in enumerate(chosen, start=1):
             try:
-                self._do(training, wanted[training.name], f"{number}/{len(chosen)} {training.name}", chosen[number - 1 :])
+                self._do(
+                    training, wanted[training.name], f"{number}/{len(chosen)} {training.name}", chosen[number - 1 :]
+                )
             except UserError as error:
                 self.skipped[training.name] = str(error)
                 self.say(f"{number}/{len(chosen)} {training.name}: not run, because {error}")
         names = {each.name for each in self.scale.trainings}
-        skipped = {name: without_places(why, self._places()) for name, why in sorted(self.skipped.items()) if name in names}
+        skipped = {
+            name: without_places(why, self._places()) for name, why in sorted(self.skipped.items()) if name in names
+        }
         self.store.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.store.folder / SKIPPED, skipped)
 
@@ -184,7 +188,12 @@ class Runner:
 
     def _record(self, training: Training, about: JSON, done: str) -> None:
         declared = {**training.declared(), "data": self.scale.data[training.data]}
-        result = {"training": training.name, "fingerprint": done, "declared": declared, "command": self._command(training)}
+        result = {
+            "training": training.name,
+            "fingerprint": done,
+            "declared": declared,
+            "command": self._command(training),
+        }
         estimated = {"seed": training.seed, "estimated_minutes": training.minutes}
         self.store.write(self.store.training(training.name), {**result, **estimated, **circumstances(), **about})
 
@@ -217,6 +226,8 @@ class Runner:
 
 def without_places(words: str, places: Sequence[Path]) -> str:
     """A sentence for everybody: without the folders of this machine."""
-    for place in sorted({str(place) for place in places} | {str(place.resolve()) for place in places}, key=len, reverse=True):
+    for place in sorted(
+        {str(place) for place in places} | {str(place.resolve()) for place in places}, key=len, reverse=True
+    ):
         words = words.replace(f"{place}/", "") if len(place) > 1 else words
     return words

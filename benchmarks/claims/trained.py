@@ -1,4 +1,5 @@
-"""Training what a declaration says, into a folder, so that a training that was stopped goes on; and opening it again."""
+"""Training what a declaration says, into a folder, so that a training that was stopped goes on; and opening it
+again."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from cnmm.mixture import Mixture
 from cnmm.pretrained import pretrained
 from cnmm.prune import cutting_order
 from cnmm.run import Run
-from cnmm.run_folder import WEIGHTS_FILE, has_steps, start_run
+from cnmm.run_folder import CONFIG_FILE, WEIGHTS_FILE, has_steps, start_run
 from cnmm.run_held_out import save_held_out
 from cnmm.run_training import describe_data
 from cnmm.training.batches import use_bfloat16
@@ -162,13 +163,19 @@ def _train_peer(
     if not (folder / RESULTS_FILE).is_file():
         words = f"python -m peers.train {training.network} --recipe {training.recipe} --seed {training.seed}"
         fields = dict(training.fields)
+
+        def noting(line: str) -> None:
+            watch.note()
+            say(line)
+
         train_peer(
             training.network,
             data,
             folder,
             recipe=training.recipe,
-            resume=(folder / "config.json").exists(),
-            say=lambda words: (watch.note(), say(words)) and None,
+            resume=(folder / CONFIG_FILE).exists(),
+            onnx=False,
+            say=noting,
             command=words,
             seed=training.seed,
             **fields,
@@ -214,13 +221,16 @@ def _learn_slim(
     training: Training, folder: Path, data: str, source: Trained, point: OperatingPoint, on_epoch: Any, should_stop: Any
 ) -> None:
     about = source.run.config
-    images, config = open_data(data), dataclasses.replace(
-        recipe(training.recipe, **training.fields),
-        seed=training.seed,
-        val=about.val,
-        batch_size=about.batch_size,
-        ladder_start=1.0,
-        exit_distill=0.0,
+    images, config = (
+        open_data(data),
+        dataclasses.replace(
+            recipe(training.recipe, **training.fields),
+            seed=training.seed,
+            val=about.val,
+            batch_size=about.batch_size,
+            ladder_start=1.0,
+            exit_distill=0.0,
+        ),
     )
     narrow = use_bfloat16(config.precision)
     config = dataclasses.replace(config, precision="bfloat16" if narrow else "float32")

@@ -1,8 +1,8 @@
 """What is trained, at every scale: a declaration for each run. `python -m benchmarks.claims --list` prints them.
 
-Claims name roles, such as `cifar10_sampled`; a scale says which trainings play them. `cpu` is for two cores and at most ten
-hours in all: small lattices with a stem of stride 2, CamVid in place of Cityscapes. `full` is the paper's own scale.
-`smoke` is a test of everything here on a few hundred embedded images.
+Claims name roles, such as `cifar10_sampled`; a scale says which trainings play them. `cpu` is for two cores and at
+most ten hours in all: small lattices with a stem of stride 2, CamVid in place of Cityscapes. `full` is the paper's
+own scale. `smoke` is a test of everything here on a few hundred embedded images.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ SAMPLED = {"gates": "relaxed"}
 EXPECTATION = {"gates": "expectation"}
 SINGLE = {"exits": "last"}
 SUM = {"mixing": "sum"}
-MEASURING = {"curves": 2.5, "orders": 3, "monte_carlo": 6, "early_exit": 1, "uncertainty": 1.5, "wall_time": 2, "pictures": 1}
+MEASURING = {
+    "curves": 2.5,
+    "orders": 3,
+    "monte_carlo": 6,
+    "early_exit": 1,
+    "uncertainty": 1.5,
+    "wall_time": 2,
+    "pictures": 1,
+}
 """Estimated minutes of two cores at the scale `cpu`, for `cnmm_b4s3`."""
 TWICE = (0, 1)
 """Two seeds, where a verdict depends on it."""
@@ -35,8 +43,8 @@ class Training:
     data: str
     """cifar10, cifar100 or scenes; a scale says what stands for it."""
     how: How = "mixture"
-    """mixture: `cnmm.train`; peer: `peers.train`; slim: what cutting leaves of another run, trained from scratch; given: a
-    trained model of the repository."""
+    """mixture: `cnmm.train`; peer: `peers.train`; slim: what cutting leaves of another run, trained from scratch;
+    given: a trained model of the repository."""
     network: str
     """Of the zoo, of the peers, or a name among the trained models."""
     recipe: str = "quick"
@@ -129,7 +137,13 @@ def _cpu() -> Iterator[Training]:
     ):
         for way, fields in ways.items():
             run = Training(
-                role=f"{data}_{way}", data=data, network=b4, recipe=data, fields=paper | fields, minutes=16.5, priority=1
+                role=f"{data}_{way}",
+                data=data,
+                network=b4,
+                recipe=data,
+                fields=paper | fields,
+                minutes=16.5,
+                priority=1,
             )
             yield from seeds(run, *TWICE)
     quick = Training(role="cifar10_quick", data="cifar10", network=b4, fields={"epochs": 14}, minutes=17, priority=1)
@@ -197,13 +211,25 @@ def _full() -> Iterator[Training]:
             quick, role=f"cifar10_slim_{part}", how="slim", of="cifar10_quick", share=share, priority=3
         )
     plain = Training(
-        role="", data="cifar10", how="peer", network="", recipe="own", fields={"epochs": 200}, minutes=6 * hours, priority=3
+        role="",
+        data="cifar10",
+        how="peer",
+        network="",
+        recipe="own",
+        fields={"epochs": 200},
+        minutes=6 * hours,
+        priority=3,
     )
     for role, network in (("slimmable", "slimmable_12m"), ("plain_12m", "plain_118m"), ("plain_6m", "plain_33m")):
         yield dataclasses.replace(plain, role=f"cifar10_{role}", network=network)
     yield dataclasses.replace(plain, role="cifar10_plain_3m", network="plain_12m")
     scenes = Training(
-        role="scenes_sampled", data="scenes", network="cnmm_seg_b5s5", recipe="cityscapes", minutes=200 * hours, priority=1
+        role="scenes_sampled",
+        data="scenes",
+        network="cnmm_seg_b5s5",
+        recipe="cityscapes",
+        minutes=200 * hours,
+        priority=1,
     )
     yield scenes
     yield dataclasses.replace(scenes, role="scenes_sampled_single", fields=SINGLE)
@@ -245,7 +271,12 @@ _TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fashion": "Fashion-M
 SCALES: dict[str, Scale] = {
     "smoke": Scale(
         name="smoke",
-        data={"cifar10": "claims_sample", "cifar100": "claims_sample", "fashion": "claims_sample", "scenes": "masks:scenes"},
+        data={
+            "cifar10": "claims_sample",
+            "cifar100": "claims_sample",
+            "fashion": "claims_sample",
+            "scenes": "masks:scenes",
+        },
         titles={"cifar10": "sample", "cifar100": "sample again", "fashion": "sample", "scenes": "made-up scenes"},
         trainings=tuple(_smoke()),
         points=8,

@@ -1,8 +1,8 @@
 """Do samples of the mixture disagree where it errs? Signals of doubt, compared by how well they tell errors.
 
-Signals: the largest probability of the last exit, as it is and with a temperature fitted on held-out images; how much five
-samples of the mixture disagree; how much the exits of one pass disagree, which costs nothing. AUROC: the probability that
-an image that deserves doubt gets more of it than one that does not; 0.5 is chance.
+Signals: the largest probability of the last exit, as it is and with a temperature fitted on held-out images; how much
+five samples of the mixture disagree; how much the exits of one pass disagree, which costs nothing. AUROC: the
+probability that an image that deserves doubt gets more of it than one that does not; 0.5 is chance.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ TEMPERATURES = np.geomspace(0.25, 4, 49)
 def measure_uncertainty(trained: Trained, scale: Scale) -> JSON:
     """AUROC of errors and of images of other classes, and the expected calibration error."""
     run, other = trained.run, trained.other
-    held, test = (_answers(run, run.images.batches(part, chosen[: scale.images])) for part, chosen in
-                  (run.images.split("validation"), run.images.split("test")))
+    held, test = (
+        _answers(run, run.images.batches(part, chosen[: scale.images]))
+        for part, chosen in (run.images.split("validation"), run.images.split("test"))
+    )
     temperature = fitted_temperature(held["logits"], held["labels"])
     strange = _answers(run, _strange(run, scale.images, other))
     probabilities = test["logits"].softmax(1)
@@ -39,7 +41,9 @@ def measure_uncertainty(trained: Trained, scale: Scale) -> JSON:
     doubts, odd = signals(test, temperature), signals(strange, temperature)
     rows = []
     for name in doubts:
-        unknown = auroc(np.concatenate([odd[name], doubts[name]]), np.repeat([True, False], [len(odd[name]), len(doubts[name])]))
+        unknown = auroc(
+            np.concatenate([odd[name], doubts[name]]), np.repeat([True, False], [len(odd[name]), len(doubts[name])])
+        )
         rows.append({"signal": name, "errors": auroc(doubts[name], ~right.numpy()), "unknown": unknown})
     calibration = {
         "largest probability": calibration_error(probabilities, test["labels"]),
@@ -47,8 +51,14 @@ def measure_uncertainty(trained: Trained, scale: Scale) -> JSON:
         "mean of samples": calibration_error(test["samples"].mean(0), test["labels"]),
         "mean of exits": calibration_error(test["exits"].mean(0), test["labels"]),
     }
-    accuracy = {name: float((answers.argmax(1) == test["labels"]).float().mean()) for name, answers in
-                (("last exit", probabilities), ("mean of samples", test["samples"].mean(0)), ("mean of exits", test["exits"].mean(0)))}
+    accuracy = {
+        name: float((answers.argmax(1) == test["labels"]).float().mean())
+        for name, answers in (
+            ("last exit", probabilities),
+            ("mean of samples", test["samples"].mean(0)),
+            ("mean of exits", test["exits"].mean(0)),
+        )
+    }
     about = {"n": len(right), "split": "test", "unknown_n": len(strange["labels"]), "unknown": trained.other_title}
     return {**about, "temperature": float(temperature), "rows": rows, "calibration": calibration, "accuracy": accuracy}
 
@@ -66,8 +76,12 @@ def _answers(run: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Te
         parts["exits"].append(torch.stack([score.softmax(1) for score in scores]))
         parts["samples"].append(torch.stack(drawn))
         parts["labels"].append(labels)
-    return {name: torch.cat(found, 1 if name in ("exits", "samples") else 0).float() if name != "labels" else
-            torch.cat(found) for name, found in parts.items()}
+    return {
+        name: torch.cat(found, 1 if name in ("exits", "samples") else 0).float()
+        if name != "labels"
+        else torch.cat(found)
+        for name, found in parts.items()
+    }
 
 
 def _strange(run: Any, num: int, other: str | None) -> Iterable[tuple[Tensor, Tensor]]:
@@ -95,6 +109,7 @@ def signals(found: dict[str, Tensor], temperature: float) -> dict[str, np.ndarra
 
 def disagreement(answers: Tensor) -> Tensor:
     """Of probabilities [S, N, K]: entropy of the mean less the mean entropy, in nats; zero where all say the same."""
+
     def entropy(p: Tensor) -> Tensor:
         return -(p * p.clamp_min(1e-12).log()).sum(-1)
 

@@ -1,7 +1,8 @@
-"""Verdicts, and the rules that most claims are judged by: pure functions from numbers to one of three words and a reason.
+"""Verdicts, and the rules that most claims are judged by: pure functions from numbers to one of three words and a
+reason.
 
-A difference is {difference, low, high}: with its 95 % interval, in shares (0.01 is a point). Rules ask where the interval
-lies; where it decides nothing, nothing is decided.
+A difference is {difference, low, high}: with its 95 % interval, in shares (0.01 is a point). Rules ask where the
+interval lies; where it decides nothing, nothing is decided.
 """
 
 from __future__ import annotations
