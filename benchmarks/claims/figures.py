@@ -62,9 +62,8 @@ def draw_all(scale: Scale, find: Find) -> dict[str, bytes]:
         for way, need in _WAYS.items():
             cnmm, single = _ask(find, need.format(data)), _ask(find, f"{need.format(data)}_single")
             if cnmm:
-                found[f"cutting_{data}_{way}.svg"] = picture(
-                    draw_cutting(cnmm, single, f"{scale.titles[data]}, {way}"), ".svg"
-                )
+                words = f"{scale.titles[data]}, {'model of the repository' if way == 'given' else way}"
+                found[f"cutting_{data}_{way}.svg"] = picture(draw_cutting(cnmm, single, words), ".svg")
         mixtures = {name: _ask(find, need.format(data)) for name, need in _MIXTURES.items()}
         peers = {name: _ask(find, *(each.format(data) for each in _listed(needs))) for name, needs in _PEERS.items()}
         name = "scenes" if data == "scenes" else f"peers_{data}"
@@ -102,7 +101,7 @@ def _axes(words: str, metric: str, n: int, split: str) -> tuple[Any, Any]:
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.set_title(words, loc="left", color=INK, size=12, weight="bold", pad=12)
     axes.set_xlabel("macs per image (millions)", color=GREY)
-    axes.set_ylabel(f"{metric_words(metric)} (%), {n:,} {split} images", color=GREY)
+    axes.set_ylabel(f"{metric_words(metric)} (%), {n:,} {split.replace(' ', '-')} images", color=GREY)
     return figure, axes
 
 
@@ -117,7 +116,7 @@ def _finish(axes: Any, best: Iterable[float]) -> None:
     values = [100 * value for value in best]
     low, high = min(values), max(values)
     room = max(high - low, 1.0)
-    axes.set_ylim(max(low - 0.3 * room, 0.0), None)
+    axes.set_ylim(max(low - 0.3 * room, 0.0), high + 0.06 * room)
     axes.set_xlim(0, None)
     axes.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=INK)
 
@@ -172,13 +171,14 @@ def draw_peers(mixtures: dict[str, list[JSON]], peers: dict[str, list[JSON]], sc
 def _draw_published(axes: Any, data: str) -> list[float]:
     """Others' figures, in grey: filled where one network serves a curve, hollow where each point is one."""
     best = []
-    for table, style in ((ONE_NETWORK, "s-"), (EARLY_EXIT, "^--"), (MANY_NETWORKS, "D")):
-        for name, rows in table.get(data, {}).items():
-            words = f"{name}, early exit" if table is EARLY_EXIT else name
-            words = words if "published" in words else f"{words} (published)"
+    for table, line in ((ONE_NETWORK, "-"), (EARLY_EXIT, "--"), (MANY_NETWORKS, "none")):
+        for (name, rows), mark in zip(table.get(data, {}).items(), "DsvP^X", strict=False):
+            words = name if "published" in name else f"{name}, each its own (published)"
+            words += ", early exit" if table is EARLY_EXIT else ""
             fill = "none" if table is MANY_NETWORKS else GREY
             x, y = zip(*rows, strict=True)
-            axes.plot(x, y, style, color=GREY, markerfacecolor=fill, markersize=4, linewidth=1.0, label=words)
+            style: dict[str, Any] = {"color": GREY, "markerfacecolor": fill, "markersize": 4, "linewidth": 1.0}
+            axes.plot(x, y, linestyle=line, marker=mark, label=words, **style)
             best += [value / 100 for value in y]
     return best
 

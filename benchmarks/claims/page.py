@@ -35,7 +35,7 @@ class Results:
 
     def __init__(self, scale: Scale, store: Store) -> None:
         self.scale, self.store = scale, store
-        self.skipped: JSON = store.read(store.folder / SKIPPED) or {}
+        self.skipped: JSON = (store.read(store.folder / SKIPPED) or {}).get("why", {})
 
     def training(self, training: Training) -> JSON | None:
         try:

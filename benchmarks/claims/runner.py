@@ -87,8 +87,7 @@ class Runner:
     def run(self) -> None:
         """Everything that is missing."""
         wanted, chosen = needed_kinds(self.scale), self.chosen()
-        before = self.store.read(self.store.folder / SKIPPED) or {}
-        self.skipped = {name: why for name, why in before.items() if name not in {each.name for each in chosen}}
+        self.skipped = self._still_skipped(chosen)
         for number, training in enumerate(chosen, start=1):
             try:
                 self._do(
@@ -97,12 +96,23 @@ class Runner:
             except UserError as error:
                 self.skipped[training.name] = str(error)
                 self.say(f"{number}/{len(chosen)} {training.name}: not run, because {error}")
-        names = {each.name for each in self.scale.trainings}
-        skipped = {
-            name: without_places(why, self._places()) for name, why in sorted(self.skipped.items()) if name in names
-        }
         self.store.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.store.folder / SKIPPED, skipped)
+        why = {
+            name: without_places(words, [self.runs, *self.data_dirs]) for name, words in sorted(self.skipped.items())
+        }
+        write_json(self.store.folder / SKIPPED, {"why": why})
+
+    def _still_skipped(self, chosen: Sequence[Training]) -> dict[str, str]:
+        """What was skipped before, of what is declared and is not tried again now."""
+        before = (self.store.read(self.store.folder / SKIPPED) or {}).get("why", {})
+        declared = {each.name: each for each in self.scale.trainings}
+        kept = {}
+        for name, words in before.items():
+            kind, _, training = name.rpartition(".")
+            again = training in {each.name for each in chosen} and self._asked(kind, declared[training])
+            if training in declared and not again:
+                kept[name] = words
+        return kept
 
     def chosen(self) -> list[Training]:
         """Those that were asked for, by role or by name."""
@@ -112,9 +122,6 @@ class Runner:
                 raise UserError(f"--only {name}: no training of scale {self.scale.name}; --list prints them")
         pairs = zip(self.scale.ordered(), names, strict=True)
         return [each for each, known in pairs if not self.only or known & set(self.only)]
-
-    def _places(self) -> list[Path]:
-        return [self.runs, *self.data_dirs]
 
     def _do(self, training: Training, kinds: list[str], words: str, left: Sequence[Training]) -> None:
         done = training_fingerprint(training)

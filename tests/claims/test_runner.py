@@ -100,6 +100,21 @@ def test_data_that_are_not_at_hand_are_said_so(tmp_path):
     assert "cifar10:cifar-10-batches-py is not at hand" in (tmp_path / "claims.md").read_text()
 
 
+def test_what_could_not_be_measured_is_said_until_it_is(tmp_path, monkeypatch):
+    def broken(trained, scale):
+        raise UserError("the moon is in the way")
+
+    usual = KINDS["structure"]
+    monkeypatch.setitem(KINDS, "structure", broken)
+    make(SMOKE, tmp_path, only=["structure.fashion_given"]).run()
+    make(SMOKE, tmp_path, only=["frontier.fashion_given"]).run()  # knows nothing of it
+    write_page(SMOKE, Store(tmp_path / "results"), tmp_path / "claims.md")
+    assert "Not run, because the moon is in the way: counted." in (tmp_path / "claims.md").read_text()
+    monkeypatch.setitem(KINDS, "structure", usual)
+    make(SMOKE, tmp_path, only=["structure.fashion_given"]).run()
+    assert json.loads((tmp_path / "results" / "skipped.json").read_text())["why"] == {}
+
+
 def test_nobody_elses_folder_is_removed(tmp_path):
     scale = one()
     folder = tmp_path / "runs" / scale.trainings[0].name
