@@ -73,10 +73,10 @@ def listing(scale: Scale, store: Store) -> list[str]:
             there = store.read(store.training(training.name), training_fingerprint(training)) is not None
         except UserError:
             there = False
-        measuring = measuring_minutes(kinds[training.name], scale)
+        measuring = measuring_minutes(training, scale)
         words = f"{training.minutes:7.1f} + {measuring:5.1f} min  {'done' if there else '    '}  {training.name:26}"
         lines.append(f"{words} {training.network:20} {', '.join(kinds[training.name])}")
-    measuring = sum(measuring_minutes(each, scale) for each in kinds.values())
+    measuring = sum(measuring_minutes(each, scale) for each in scale.trainings)
     total = f"{scale.minutes:.0f} minutes of two cores for training and {measuring:.0f} for measuring"
     hours = f"{(scale.minutes + measuring) / 60:.1f} hours in all"
     return [*lines, f"scale {scale.name}: {len(scale.trainings)} runs, {total}: {hours}"]

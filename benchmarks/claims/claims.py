@@ -17,6 +17,7 @@ STATEMENTS: tuple[Claim, ...] = (
     cutting.CLAIM_7,
     comparison.CLAIM_8,
     comparison.CLAIM_8B,
+    comparison.CLAIM_8C,
     comparison.CLAIM_9,
     comparison.CLAIM_9B,
     comparison.CLAIM_10,
@@ -30,7 +31,7 @@ STATEMENTS: tuple[Claim, ...] = (
 CLAIMS = (*STATEMENTS, *CONTROLS, *BEYOND)
 SHOWN = {
     "Figure 6: exits and CNMM-single under cutting": ("1", "2", "3", "4", "5", "6", "7"),
-    "Figure 7: state of the art": ("8", "8b", "9", "9b"),
+    "Figure 7: state of the art": ("8", "8b", "8c", "9", "9b"),
     "Figure 8: pictures at several budgets": ("10",),
     "Figure 9: variants of training": ("11", "12"),
     "Figure 10: more pictures": ("10",),

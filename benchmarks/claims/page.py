@@ -22,7 +22,7 @@ PREFIX = "claims_"
 INTRO = {
     "cpu": "This is the scale `cpu`: small lattices with a stem of stride 2, about twenty minutes each on two cores, "
     "CamVid in place of Cityscapes, and the models that the repository has. The paper trains for 300 epochs; here it "
-    "is 16. What needs the paper's own scale cannot be judged here, and the page says so. `SCALE=full` is for "
+    "is {epochs}. What needs the paper's own scale cannot be judged here, and the page says so. `SCALE=full` is for "
     "whoever has the hardware.",
     "full": "This is the scale `full`: the paper's own lattices, recipes and epochs.",
     "smoke": "This is the scale `smoke`: seconds of training on a few hundred images. It shows that everything runs; "
@@ -132,7 +132,8 @@ How to read it:
 
 def _opening(scale: Scale) -> str:
     words = {"holds": HOLDS, "fails": FAILS, "unknown": UNKNOWN, "not_run": NOT_RUN}
-    return OPENING.format(scale=scale.name, intro=INTRO[scale.name], scenes=scale.titles["scenes"], **words)
+    intro = INTRO[scale.name].format(epochs=scale.of("cifar10_sampled")[0].fields.get("epochs"))
+    return OPENING.format(scale=scale.name, intro=intro, scenes=scale.titles["scenes"], **words)
 
 
 def _summary(judged: dict[str, list[Judged]]) -> str:

@@ -46,9 +46,10 @@ def needed_kinds(scale: Scale) -> dict[str, list[str]]:
     return wanted
 
 
-def measuring_minutes(kinds: Sequence[str], scale: Scale) -> float:
-    """About what measuring these takes."""
-    return scale.measuring * sum(MEASURING.get(kind, 0.0) for kind in kinds)
+def measuring_minutes(training: Training, scale: Scale) -> float:
+    """About what measuring takes that claims ask of a training."""
+    kinds = needed_kinds(scale)[training.name]
+    return scale.measuring * training.weight * sum(MEASURING.get(kind, 0.0) for kind in kinds)
 
 
 def training_fingerprint(training: Training) -> str:
@@ -188,8 +189,7 @@ class Runner:
 
     def left(self, todo: Sequence[Training]) -> str:
         """Time to the end of everything, as declared and as it has turned out so far."""
-        kinds = needed_kinds(self.scale)
-        minutes = sum(training.minutes + measuring_minutes(kinds[training.name], self.scale) for training in todo)
+        minutes = sum(training.minutes + measuring_minutes(training, self.scale) for training in todo)
         declared, actual = (sum(column) for column in zip(*self.spent, strict=True)) if self.spent else (1.0, 1.0)
         return f"about {minutes * actual / max(declared, 1e-9) / 60:.1f} hours left in all"
 

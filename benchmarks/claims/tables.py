@@ -36,6 +36,16 @@ def by_peer(found: JSON) -> Table:
     return head, [[f"{row['macs'] / 1e6:.1f} M", percent(row["peer"]), *_difference(row)] for row in found["rows"]]
 
 
+def by_published(found: JSON) -> Table:
+    head = ["published", "which is", "macs", "published, %", "ours within these macs, %", "difference", "95 % interval"]
+    rows = []
+    for row in found["rows"]:
+        kind = "one network" if row["one"] else "a network for each point"
+        cells = [row["name"], kind, f"{row['macs'] / 1e6:.1f} M", percent(row["published"]), percent(row["ours"])]
+        rows.append([*cells, *_difference(row)[:2]])
+    return head, rows
+
+
 def by_exit(found: JSON) -> Table:
     head = ["exit of the sum", "macs", "mixture less sum", "95 % interval", "p"]
     return head, [[str(row["exit"]), f"{row['macs'] / 1e6:.1f} M", *_difference(row)] for row in found["rows"]]

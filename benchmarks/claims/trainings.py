@@ -7,9 +7,8 @@ own scale. `smoke` is a test of everything here on a few hundred embedded images
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from benchmarks.claims.store import JSON
@@ -23,14 +22,15 @@ SINGLE = {"exits": "last"}
 SUM = {"mixing": "sum"}
 MEASURING = {
     "curves": 2.5,
-    "orders": 3,
+    "orders": 1.5,
     "monte_carlo": 6,
     "early_exit": 1,
     "uncertainty": 1.5,
-    "wall_time": 2,
-    "pictures": 1,
+    "wall_time": 0.25,
+    "pictures": 0.5,
 }
 """Estimated minutes of two cores at the scale `cpu`, for `cnmm_b4s3`."""
+HOURS = 60.0
 TWICE = (0, 1)
 """Two seeds, where a verdict depends on it."""
 
@@ -55,6 +55,8 @@ class Training:
     """Estimated, of two cores."""
     priority: int = 2
     """What is trained first: 1 decides several claims, 3 is beyond the paper."""
+    weight: float = 1.0
+    """What measuring it takes, relative to `cnmm_b4s3`: about its macs."""
     also: tuple[str, ...] = ()
     """Other roles that it plays."""
     of: str = ""
@@ -71,8 +73,8 @@ class Training:
 
     def declared(self) -> JSON:
         """All that its result depends on."""
-        left_out = ("minutes", "priority", "also")
-        about = {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        left_out = ("minutes", "priority", "weight", "also")
+        about = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {**about, "fields": dict(self.fields)}
 
 
@@ -112,7 +114,7 @@ class Scale:
 
 
 def seeds(training: Training, *numbers: int) -> Iterator[Training]:
-    return (dataclasses.replace(training, seed=number) for number in numbers)
+    return (replace(training, seed=number) for number in numbers)
 
 
 def _given() -> Iterator[Training]:
@@ -123,119 +125,159 @@ def _given() -> Iterator[Training]:
         ("fashion_given", "fashion", "cnmm_grey.fashion"),
         ("scenes_given", "scenes", "cnmm_seg_b5s5.camvid"),
     ):
-        yield Training(role=role, data=data, how="given", network=network, recipe="", minutes=0, priority=0)
+        weight = 8.0 if "b6s3" in network else 1.0
+        model = Training(role=role, data=data, how="given", network=network, recipe="", minutes=0, priority=0)
+        yield replace(model, weight=weight)
 
 
 def _cpu() -> Iterator[Training]:
-    """Sampled, expectation and sum are the paper's optimisation at shortened epochs; quick and street are ours."""
     yield from _given()
-    b4 = "cnmm_b4s3"
-    paper: dict[str, Any] = {"epochs": 14, "precision": "auto"}
-    for data, ways in (
-        ("cifar10", {"sampled": SAMPLED, "sampled_single": SAMPLED | SINGLE}),
-        ("cifar100", {"sampled": SAMPLED, "sampled_single": SAMPLED | SINGLE, "expectation": EXPECTATION, "sum": SUM}),
-    ):
-        for way, fields in ways.items():
+    yield from _cpu_papers()
+    yield from _cpu_ours()
+    yield from _cpu_peers()
+    yield from _cpu_scenes()
+
+
+def _cpu_papers() -> Iterator[Training]:
+    """The paper's optimisation, its samples and its variants, for 14 epochs instead of 300."""
+    variants = {"sampled": SAMPLED, "sampled_single": SAMPLED | SINGLE}
+    for data, more in (("cifar10", {}), ("cifar100", {"expectation": EXPECTATION, "sum": SUM})):
+        for variant, fields in (variants | more).items():
             run = Training(
-                role=f"{data}_{way}",
+                role=f"{data}_{variant}",
                 data=data,
-                network=b4,
+                network="cnmm_b4s3",
                 recipe=data,
-                fields=paper | fields,
+                fields={"epochs": 14, "precision": "auto", **fields},
                 minutes=16.5,
                 priority=1,
             )
             yield from seeds(run, *TWICE)
-    quick = Training(role="cifar10_quick", data="cifar10", network=b4, fields={"epochs": 14}, minutes=17, priority=1)
+
+
+def _cpu_ours() -> Iterator[Training]:
+    """The recipe `quick`, what it is without ladder tuning, B = 6 and B = 12, and slim architectures from scratch."""
+    usual = {"epochs": 14}
+    quick = Training(role="cifar10_quick", data="cifar10", network="cnmm_b4s3", fields=usual, minutes=17, priority=1)
     yield from seeds(quick, *TWICE)
-    bare = {"epochs": 14, "ladder_start": 1.0, "exit_distill": 0.0}
-    yield dataclasses.replace(quick, role="cifar10_untuned", fields=bare, minutes=14, priority=2)
-    yield dataclasses.replace(quick, role="cifar100_quick", data="cifar100", priority=2)
-    narrow: dict[str, Any] = {"stem_stride": 2, "channels": 32, "epochs": 6}
-    for blocks, minutes in ((6, 9), (12, 23)):
-        network = f"cnmm_b{blocks}s3"
-        yield dataclasses.replace(
-            quick, role=f"cifar10_b{blocks}", network=network, fields=narrow, minutes=minutes, priority=3
-        )
-    for part, share in (("half", 0.5), ("quarter", 0.25)):
-        yield dataclasses.replace(
-            quick, role=f"cifar10_slim_{part}", how="slim", of="cifar10_quick", share=share, minutes=9, priority=3
-        )
+    bare = {"ladder_start": 1.0, "exit_distill": 0.0}
+    yield replace(quick, role="cifar10_untuned", fields=usual | bare, minutes=14, priority=2)
+    yield replace(quick, role="cifar100_quick", data="cifar100", priority=2)
+    narrow = replace(quick, fields={"epochs": 6, "stem_stride": 2, "channels": 32}, priority=3)
+    yield replace(narrow, role="cifar10_b6", network="cnmm_b6s3", minutes=9)
+    yield replace(narrow, role="cifar10_b12", network="cnmm_b12s3", minutes=23, weight=2.0)
+    slim = replace(quick, how="slim", of="cifar10_quick", minutes=9, priority=3, weight=0.3)
+    yield replace(slim, role="cifar10_slim_half", share=0.5)
+    yield replace(slim, role="cifar10_slim_quarter", share=0.25)
+
+
+def _cpu_peers() -> Iterator[Training]:
+    """What one might use instead, each for as long as `quick`."""
     peer = Training(
-        role="cifar10_msdnet", data="cifar10", how="peer", network="msdnet_lin5_s2", recipe="ours", minutes=16.5
+        role="cifar10_msdnet",
+        data="cifar10",
+        how="peer",
+        network="msdnet_lin5_s2",
+        recipe="ours",
+        fields={"minutes": 15.5},
+        minutes=16,
     )
-    for training in (peer, dataclasses.replace(peer, role="cifar10_slimmable", network="slimmable_12m", priority=3)):
-        timed = dataclasses.replace(training, fields={"minutes": 16.0})
-        yield from seeds(timed, *(TWICE if training is peer else (0,)))
+    yield from seeds(peer, *TWICE)
+    yield replace(peer, role="cifar10_slimmable", network="slimmable_12m", priority=3)
     for size in ("12m", "6m", "3m"):
-        fields = {"minutes": 16.0}
-        yield dataclasses.replace(
-            peer, role=f"cifar10_plain_{size}", network=f"plain_{size}", recipe="own", fields=fields, priority=3
-        )
-    small: dict[str, Any] = {"blocks": 3, "scales": 4, "channels": 32, "stem_stride": 4}
-    crops = {"recipe": "street", "fields": {"epochs": 40, "final_epochs": 10, **small}}
-    scenes = Training(role="scenes_sampled", data="scenes", network="cnmm_seg_b5s5", minutes=20, priority=1, **crops)
-    slower = {"gates": "relaxed", "group": 1, "ladder_start": 1.0, "exit_distill": 0.0, "exits_per_step": None}
-    for role, fields in (("scenes_sampled", slower), ("scenes_sampled_single", slower | SINGLE), ("scenes_street", {})):
-        yield dataclasses.replace(scenes, role=role, fields={**scenes.fields, **fields})
-    yield dataclasses.replace(
-        peer, role="scenes_espnetv2", data="scenes", network="espnetv2_s1", fields={"minutes": 17.0}, minutes=20
+        yield replace(peer, role=f"cifar10_plain_{size}", network=f"plain_{size}", recipe="own", priority=3)
+
+
+def _cpu_scenes() -> Iterator[Training]:
+    """CamVid, a small lattice: the optimisation of `street`, with the paper's samples or as it is."""
+    lattice = {"blocks": 3, "scales": 4, "channels": 32}
+    street = Training(
+        role="scenes_street",
+        data="scenes",
+        network="cnmm_seg_b5s5",
+        recipe="street",
+        fields={"epochs": 40, "final_epochs": 10, **lattice},
+        minutes=20,
+        priority=1,
+        weight=2.0,
+    )
+    sampled = {"group": 1, "ladder_start": 1.0, "exit_distill": 0.0, "exits_per_step": None, **SAMPLED}
+    yield replace(street, role="scenes_sampled", fields={**street.fields, **sampled})
+    yield replace(street, role="scenes_sampled_single", fields={**street.fields, **sampled, **SINGLE})
+    yield street
+    yield Training(
+        role="scenes_espnetv2",
+        data="scenes",
+        how="peer",
+        network="espnetv2_s1",
+        recipe="ours",
+        fields={"minutes": 16.0},
+        minutes=19,
     )
 
 
 def _full() -> Iterator[Training]:
     """The paper's own scale: its lattices, its recipes, its epochs; peers by their authors' recipes."""
     yield from _given()
-    hours = 60.0
     for data in ("cifar10", "cifar100"):
-        b6, b12 = "cnmm_b6s3", "cnmm_b12s3"
-        run = Training(role=f"{data}_sampled", data=data, network=b6, recipe=data, minutes=40 * hours, priority=1)
-        yield from seeds(dataclasses.replace(run, also=(f"{data}_b6",)), *TWICE)
-        yield from seeds(dataclasses.replace(run, role=f"{data}_sampled_single", fields=SINGLE), *TWICE)
-        yield dataclasses.replace(run, role=f"{data}_b12", network=b12, minutes=150 * hours, priority=2)
-        yield from seeds(dataclasses.replace(run, role=f"{data}_quick", recipe="long", minutes=6 * hours), *TWICE)
-        peer = Training(
-            role=f"{data}_msdnet", data=data, how="peer", network="msdnet_even10", recipe="own", minutes=40 * hours
+        run = Training(
+            role=f"{data}_sampled",
+            data=data,
+            network="cnmm_b6s3",
+            recipe=data,
+            minutes=40 * HOURS,
+            priority=1,
+            weight=8.0,
         )
+        yield from seeds(replace(run, also=(f"{data}_b6",)), *TWICE)
+        yield from seeds(replace(run, role=f"{data}_sampled_single", fields=SINGLE), *TWICE)
+        yield replace(run, role=f"{data}_b12", network="cnmm_b12s3", minutes=150 * HOURS, priority=2, weight=30.0)
+        yield from seeds(replace(run, role=f"{data}_quick", recipe="long", minutes=6 * HOURS), *TWICE)
+        peer = replace(run, role=f"{data}_msdnet", how="peer", network="msdnet_even10", recipe="own", priority=2)
         yield from seeds(peer, *TWICE)
-    ablation = Training(
-        role="", data="cifar100", network="cnmm_b6s3", recipe="cifar100", minutes=36 * hours, priority=1
-    )
-    for way, fields in (("expectation", EXPECTATION), ("sum", SUM)):
-        yield from seeds(dataclasses.replace(ablation, role=f"cifar100_{way}", fields=fields), *TWICE)
-    quick = Training(role="", data="cifar10", network="cnmm_b6s3", recipe="long", minutes=6 * hours)
-    bare = {"ladder_start": 1.0, "exit_distill": 0.0}
-    yield dataclasses.replace(quick, role="cifar10_untuned", fields=bare, priority=3)
-    for part, share in (("half", 0.5), ("quarter", 0.25)):
-        yield dataclasses.replace(
-            quick, role=f"cifar10_slim_{part}", how="slim", of="cifar10_quick", share=share, priority=3
-        )
-    plain = Training(
-        role="",
+        if data == "cifar100":
+            yield from seeds(replace(run, role="cifar100_expectation", fields=EXPECTATION), *TWICE)
+            yield from seeds(replace(run, role="cifar100_sum", fields=SUM), *TWICE)
+    long = Training(
+        role="cifar10_untuned",
         data="cifar10",
-        how="peer",
-        network="",
-        recipe="own",
-        fields={"epochs": 200},
-        minutes=6 * hours,
+        network="cnmm_b6s3",
+        recipe="long",
+        minutes=6 * HOURS,
         priority=3,
+        weight=8.0,
     )
-    for role, network in (("slimmable", "slimmable_12m"), ("plain_12m", "plain_118m"), ("plain_6m", "plain_33m")):
-        yield dataclasses.replace(plain, role=f"cifar10_{role}", network=network)
-    yield dataclasses.replace(plain, role="cifar10_plain_3m", network="plain_12m")
+    yield replace(long, fields={"ladder_start": 1.0, "exit_distill": 0.0})
+    for part, share in (("half", 0.5), ("quarter", 0.25)):
+        yield replace(long, role=f"cifar10_slim_{part}", how="slim", of="cifar10_quick", share=share)
+    plain = replace(long, how="peer", recipe="own", fields={"epochs": 200})
+    yield replace(plain, role="cifar10_slimmable", network="slimmable_12m")
+    for size, network in (("12m", "plain_118m"), ("6m", "plain_33m"), ("3m", "plain_12m")):
+        yield replace(plain, role=f"cifar10_plain_{size}", network=network)
+    yield from _full_scenes()
+
+
+def _full_scenes() -> Iterator[Training]:
     scenes = Training(
         role="scenes_sampled",
         data="scenes",
         network="cnmm_seg_b5s5",
         recipe="cityscapes",
-        minutes=200 * hours,
+        minutes=200 * HOURS,
         priority=1,
+        weight=200.0,
     )
     yield scenes
-    yield dataclasses.replace(scenes, role="scenes_sampled_single", fields=SINGLE)
-    yield dataclasses.replace(scenes, role="scenes_street", recipe="street", minutes=60 * hours, priority=2)
-    yield dataclasses.replace(
-        peer, role="scenes_espnetv2", data="scenes", network="espnetv2_s1", fields={"epochs": 300}
+    yield replace(scenes, role="scenes_sampled_single", fields=SINGLE)
+    yield replace(scenes, role="scenes_street", recipe="street", minutes=60 * HOURS, priority=2)
+    yield replace(
+        scenes,
+        role="scenes_espnetv2",
+        how="peer",
+        network="espnetv2_s1",
+        recipe="own",
+        fields={"epochs": 300},
+        priority=2,
     )
 
 
@@ -256,7 +298,7 @@ def _smoke() -> Iterator[Training]:
         two = TWICE if training.role == "cifar10_sampled" else (0,)
         minutes = 0.05
         also = _STANDS_FOR.get(training.role, ())
-        smallest = dataclasses.replace(training, network=network, fields={**size, **fields}, minutes=minutes, also=also)
+        smallest = replace(training, network=network, fields={**size, **fields}, minutes=minutes, also=also)
         yield from seeds(smallest, *two)
     yield Training(role="fashion_given", data="fashion", how="given", network="cnmm_grey.fashion", recipe="", minutes=0)
 
@@ -313,7 +355,7 @@ SCALES: dict[str, Scale] = {
         titles=_TITLES | {"scenes": "Cityscapes"},
         trainings=tuple(_full()),
         points=96,
-        measuring=10.0,
+        measuring=2.0,
         images=10_000,
         samples=(1, 5, 15, 30),
         rounds=7,

@@ -94,6 +94,11 @@ def statistics(better, mean=0.01):
     return {"points": 10, "better": better, "mean": mean, "most": 0.02, "n": 100}
 
 
+def published(middle, epochs=14):
+    more = {"name": "MSDNet", "one": True, "published": 0.9, "ours": 0.9}
+    return {**rows(middle, **more), "epochs": epochs}
+
+
 PEERS = (rows(0.01), rows(-0.02), rows(-0.005))
 WINS = (rows(0.01, 0.02), rows(-0.02, 0.001), rows(0.003))
 RULES = tuple({**found, "rule": "damage"} for found in WINS)
@@ -111,6 +116,7 @@ FOUND = {
         {"in full": diff(-0.01)},
         {"in full": diff(0.003), "equal macs": diff(0.0)},
     ),
+    "8c": (published(0.01), published(-0.02, 300), published(-0.02, 14)),
     "9": (rows(0.01), rows(-0.01), rows(0.001)),
     "9b": ({**diff(0.02), "share": 0.4}, {**diff(0.02), "share": 0.9}, {**diff(-0.02), "share": 0.4}),
     "10": (agreeing(0.8, 0.9, 1.0), agreeing(0.95, 0.9, 1.0), agreeing(1.0)),
