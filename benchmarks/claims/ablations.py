@@ -162,7 +162,7 @@ def slight(row: JSON) -> Verdict:
 CLAIM_13 = Claim(
     key="13",
     title="The expectation is as good as five samples",
-    paper="Table 1, CIFAR-100: expectation 74.4 at 93 M; N = 1: 71.2 at 93 M; N = 5: 74.4 at 463 M; N = 15: 74.5 at "
+    paper="CIFAR-100: expectation 74.4 at 93 M; N = 1: 71.2 at 93 M; N = 5: 74.4 at 463 M; N = 15: 74.5 at "
     "1390 M; N = 30: 74.6 at 2780 M.",
     where="A.1, table 1",
     rule_words="one sample is worse than the expectation, and more samples are within one point of it",

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from benchmarks import latency as timing
 from benchmarks import orders as cutting
-from benchmarks.cascade import one_threshold
 from benchmarks.claims.store import JSON, pack
 from benchmarks.claims.trained import Trained
 from benchmarks.claims.trainings import Scale
@@ -33,6 +32,7 @@ from cnmm.cost import CostTable
 from cnmm.evaluation.calibrate import calibrate
 from cnmm.evaluation.classification import Classification
 from cnmm.evaluation.engine import Engine
+from cnmm.evaluation.quality import Choices
 from cnmm.evaluation.search import cutting_curves, first_points
 from cnmm.evaluation.segmentation import Segmentation, metric_values
 from cnmm.evaluation.statistics import reestimated
@@ -45,7 +45,6 @@ from cnmm.pictures import to_png
 from cnmm.prune import cutting_order
 from cnmm.training.seeds import seeded
 from cnmm.zoo import model_plan, num_networks
-from peers.evaluate import spent
 
 SHARES = (0.75, 0.5, 0.35, 0.25)
 """Of the last exit's macs: its curve has the largest point within each."""
@@ -223,50 +222,55 @@ def monte_carlo(trained: Trained, scale: Scale) -> JSON:
 
 @torch.no_grad()
 def early_exit(trained: Trained, scale: Scale) -> JSON:
-    """Nothing cut, images leave when an exit is sure: a threshold for every exit, or one for all, or a fixed exit."""
+    """Nothing cut, images leave when an exit is sure: a threshold for every exit, or one for all, or a fixed exit.
+
+    Thresholds and the fixed exit are chosen on held-out images; the one threshold spends as much on the test images.
+    """
     run, config = trained.run, trained.run.model.config
     point = cutting_order(run.model)[0]
     model = reestimated(run.model, run.images.statistics(), point)
-    stages = tuple(stage_macs(config, point).values())
-    asked = {split: _ask(model, run, split, scale.images) for split in ("validation", "test")}
-    held, test = asked["validation"][0], asked["test"][0]
-    table = calibrate(held.confidence, held.worth, stages, held.quality)
-    probabilities, labels = asked["test"][1:]
-    fixed = [
-        {"macs": CostTable.of(config).exit(exit).macs, "test": float((probabilities[:, k].argmax(1) == labels).mean())}
-        for k, exit in enumerate(config.exit_numbers)
-    ]
-    rows = []
+    stages, costs = tuple(stage_macs(config, point).values()), CostTable.of(config)
+    held, test = (_ask(model, run, split, scale.images) for split in ("validation", "test"))
+    exit_macs, passed = np.array([costs.exit(exit).macs for exit in config.exit_numbers]), np.cumsum(stages)
+    table, rows = calibrate(held.confidence, held.worth, stages, held.quality), []
     for share in AVERAGES:
-        budget = share * CostTable.of(config).exit().macs
-        fitting = [row for row in table if row.average_macs <= budget]
+        fitting = [row for row in table if row.average_macs <= share * costs.exit().macs]
         if not fitting:
             continue
-        ours = spent(max(fitting, key=lambda row: row.quality), stages, test)
-        single = one_threshold(probabilities, labels, np.array(stages), ours["macs"])
-        alone = [each["test"] for each in fixed if each["macs"] <= ours["macs"]]
-        rows.append(
-            {
-                "share": share,
-                "macs": ours["macs"],
-                "test": ours["quality"],
-                "one_threshold": single,
-                "fixed": max(alone, default=None),
-            }
-        )
-    return {"n": len(labels), "split": "test", "rows": rows, "exits": fixed}
+        best = max(fitting, key=lambda row: row.quality)
+        leaves = leave(test.confidence, np.array(best.confidence))
+        macs = float(passed[leaves].mean())
+        one = one_threshold(test.confidence, passed, macs)
+        alone = np.where(exit_macs <= macs, held.worth.mean(0), -1.0).argmax()
+        ways = {"each": leaves, "one_threshold": one, "fixed": np.full(len(leaves), alone)}
+        right = {name: test.worth[np.arange(len(leaves)), exits] > 0 for name, exits in ways.items()}
+        rows.append({"share": share, "macs": macs, **{name: pack(found) for name, found in right.items()}})
+    return {"n": len(test.confidence), "split": "test", "rows": rows}
 
 
-def _ask(model: Mixture, run: Any, split: str, num: int) -> tuple[Any, np.ndarray, np.ndarray]:
-    """What early exit needs to know of all exits; their probabilities, [N, E, K]; and the labels."""
+def leave(confidence_NE: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """At which exit each image leaves: the first that is sure enough, or the last."""
+    sure = confidence_NE[:, :-1] >= thresholds
+    return np.concatenate([sure, np.ones((len(sure), 1), bool)], 1).argmax(1)
+
+
+def one_threshold(confidence_NE: np.ndarray, passed: np.ndarray, macs: float) -> np.ndarray:
+    """Where images leave if all exits ask for the same, the most that does not spend more on average."""
+    low, high = 0.0, 1.000001
+    for _ in range(40):
+        middle = (low + high) / 2
+        spends = passed[leave(confidence_NE, np.array(middle))].mean()
+        low, high = (middle, high) if spends <= macs else (low, middle)
+    return leave(confidence_NE, np.array(low))
+
+
+def _ask(model: Mixture, run: Any, split: str, num: int) -> Choices:
+    """What all exits say about some images."""
     part, chosen = run.images.split(split)
-    choices, found, labels = Classification().choices(model.config.num_classes, "accuracy"), [], []
+    choices = Classification().choices(model.config.num_classes, "accuracy")
     for images, target in run.images.batches(part, chosen[:num]):
-        scores = list(model.forward_exits(images).values())
-        choices.add(scores, target)
-        found.append(torch.stack([score.softmax(1) for score in scores], 1).numpy())
-        labels.append(target.numpy())
-    return choices, np.concatenate(found), np.concatenate(labels)
+        choices.add(list(model.forward_exits(images).values()), target)
+    return choices
 
 
 def wall_time(trained: Trained, scale: Scale) -> JSON:

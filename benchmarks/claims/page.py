@@ -12,7 +12,7 @@ from benchmarks.claims.claim import NOT_RUN, Claim, Judged, judge, overall
 from benchmarks.claims.claims import CLAIMS, SHOWN, STATEMENTS
 from benchmarks.claims.runner import SKIPPED, measurement_fingerprint, needed_kinds, training_fingerprint
 from benchmarks.claims.store import JSON, Store
-from benchmarks.claims.trainings import Scale, Training
+from benchmarks.claims.trainings import MEASURING, Scale, Training
 from benchmarks.claims.verdict import FAILS, HOLDS, UNKNOWN
 from cnmm._errors import UserError
 from cnmm._files import write_atomically
@@ -63,7 +63,7 @@ class Results:
             if name in self.skipped:
                 return str(self.skipped[name])
         if self.training(training) is not None:
-            return f"{kind.replace('_', ' ')} was not measured yet"
+            return "it was not measured yet"
         return "the repository has no such model yet" if training.how == "given" else "it was not trained yet"
 
 
@@ -132,7 +132,8 @@ How to read it:
 
 def _opening(scale: Scale) -> str:
     words = {"holds": HOLDS, "fails": FAILS, "unknown": UNKNOWN, "not_run": NOT_RUN}
-    intro = INTRO[scale.name].format(epochs=scale.of("cifar10_sampled")[0].fields.get("epochs"))
+    epochs = {each.fields.get("epochs") for each in scale.of("cifar10_sampled")}
+    intro = INTRO[scale.name].format(epochs=", ".join(map(str, sorted(epochs, key=str))))
     return OPENING.format(scale=scale.name, intro=intro, scenes=scale.titles["scenes"], **words)
 
 
@@ -268,11 +269,13 @@ def _missing(results: Results) -> str:
     rows = []
     for training in results.scale.ordered():
         if results.training(training) is None:
-            rows.append((training.name, f"{training.minutes:.0f}", results.why("", training)))
+            rows.append((f"`{training.name}`", f"{training.minutes:.1f}", results.why("", training)))
             continue
         for kind in kinds[training.name]:
             if results.measurement(kind, training) is None:
-                rows.append((f"{kind.replace('_', ' ')} of {training.name}", "", results.why(kind, training)))
+                what = f"{kind.replace('_', ' ')} of `{training.name}`"
+                minutes = training.weight * results.scale.measuring * MEASURING.get(kind, 0.0)
+                rows.append((what, f"{minutes:.1f}", results.why(kind, training)))
     if not rows:
         return "\n".join([*lines, "Everything was run.", ""])
     lines += ["| what | estimated minutes | why |", "|---|---|---|"]

@@ -98,7 +98,6 @@ class Scale:
     """Of the mixture, for Monte-Carlo."""
     rounds: int
     """Of timing."""
-    resamples: int = 1000
 
     def of(self, role: str) -> tuple[Training, ...]:
         """The trainings that play a role, by seed."""
@@ -326,7 +325,6 @@ SCALES: dict[str, Scale] = {
         images=200,
         samples=(1, 2),
         rounds=1,
-        resamples=100,
     ),
     "cpu": Scale(
         name="cpu",

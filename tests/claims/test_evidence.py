@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.claims import evidence
+from benchmarks.claims.measures import leave, one_threshold
 from benchmarks.claims.store import Store, pack, rounded, unpack_counts, unpack_truths
 from benchmarks.claims.uncertainty import auroc, calibration_error, disagreement, fitted_temperature
 from cnmm.evaluation.segmentation import metric_values
@@ -135,6 +136,16 @@ def test_who_says_the_same_does_not_disagree():
     assert disagreement(same).abs().max() < 1e-6
     other = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     assert disagreement(other).item() == pytest.approx(math.log(2))
+
+
+def test_one_threshold_spends_no_more():
+    confidence, passed = RNG.random((200, 3)), np.array([1.0, 3.0, 6.0])
+    for macs in (1.0, 2.5, 6.0):
+        leaves = one_threshold(confidence, passed, macs)
+        assert passed[leaves].mean() <= macs
+        assert (leave(confidence, np.array([0.0, 0.0])) == 0).all()
+    assert passed[one_threshold(confidence, passed, 2.5)].mean() > 2.4
+    assert leave(np.array([[0.1, 0.9, 0.0]]), np.array([0.5, 0.5])).tolist() == [1]
 
 
 def test_a_stale_result_is_none(tmp_path):

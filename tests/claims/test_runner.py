@@ -17,6 +17,7 @@ from benchmarks.claims.store import Store
 from benchmarks.claims.trained import MARK
 from benchmarks.claims.trainings import SCALES
 from cnmm._errors import UserError
+from cnmm.run import Run
 
 SMOKE = SCALES["smoke"]
 
@@ -149,6 +150,18 @@ def test_the_command_lists_and_refuses(capsys, tmp_path):
     assert capsys.readouterr().err.startswith("claims: --only x: no training")
 
 
+def check_curves(run, path):
+    """What a curve says of the last exit is what `cnmm evaluate` says, cut and not."""
+    found = json.loads(path.read_text())["found"]
+    exit = max(point["exit"] for point in found["points"])
+    mine = [point for point in found["points"] if point["exit"] == exit and point["rule"] == "flow"]
+    assert len(mine) > 1
+    for point in (mine[0], mine[-1]):
+        name = f"e{exit}c{point['cuts']}"
+        assert Run(run).evaluate(point=name).quality.value == pytest.approx(point["test"], abs=0.006)
+        assert Run(run).evaluate(point=name, raw=True).quality.value == pytest.approx(point["raw"], abs=0.006)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_pipeline_at_the_smallest_scale(tmp_path):
@@ -162,6 +175,9 @@ def test_the_whole_pipeline_at_the_smallest_scale(tmp_path):
         result = json.loads(path.read_text())
         assert {"command", "seed", "versions", "hardware", "minutes", "fingerprint"} <= result.keys()
         assert str(tmp_path) not in path.read_text()
+    check_curves(
+        tmp_path / "runs" / "smoke" / "cifar10_quick_0", folder / "measurements" / "curves.cifar10_quick_0.json"
+    )
     page = (folder / "claims.md").read_text()
     assert "not run;" not in page
     assert "Everything was run." in page
