@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from benchmarks.claims.page import write_page
@@ -44,10 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
         if given.list:
             print("\n".join(listing(scale, store)))
             return 0
+        page = given.page or default_page(scale, store)
         if not given.render:
             runs = given.runs / scale.name
-            Runner(scale, runs, store, given.data_dir, say=_say, only=given.only).run()
-        page = given.page or default_page(scale, store)
+            after = partial(write_page, scale, store, page) if scale.name != "smoke" else _nothing
+            Runner(scale, runs, store, given.data_dir, say=_say, only=given.only, after=after).run()
         write_page(scale, store, page)
         _say(f"written: {page}")
     except UserError as error:
@@ -80,6 +82,10 @@ def listing(scale: Scale, store: Store) -> list[str]:
     total = f"{scale.minutes:.0f} minutes of two cores for training and {measuring:.0f} for measuring"
     hours = f"{(scale.minutes + measuring) / 60:.1f} hours in all"
     return [*lines, f"scale {scale.name}: {len(scale.trainings)} runs, {total}: {hours}"]
+
+
+def _nothing() -> None:
+    """A run of seconds renders its page once."""
 
 
 def _say(words: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.claims import trained as training_ways
@@ -81,6 +81,8 @@ class Runner:
     data_dirs: Sequence[Path]
     say: Say
     only: Sequence[str] = ()
+    after: Callable[[], None] = lambda: None
+    """Is called whenever there are new results."""
     skipped: dict[str, str] = field(default_factory=dict)
     spent: list[tuple[float, float]] = field(default_factory=list)
     """Declared and actual minutes of what was done."""
@@ -90,17 +92,20 @@ class Runner:
         wanted, chosen = needed_kinds(self.scale), self.chosen()
         self.skipped = self._still_skipped(chosen)
         for number, training in enumerate(chosen, start=1):
+            words = f"{number}/{len(chosen)} {training.name}"
             try:
-                self._do(
-                    training, wanted[training.name], f"{number}/{len(chosen)} {training.name}", chosen[number - 1 :]
-                )
+                done = self._do(training, wanted[training.name], words, chosen[number - 1 :])
             except UserError as error:
-                self.skipped[training.name] = str(error)
-                self.say(f"{number}/{len(chosen)} {training.name}: not run, because {error}")
+                self.skipped[training.name], done = str(error), False
+                self.say(f"{words}: not run, because {error}")
+            self._write_skipped()
+            if done:
+                self.after()
+
+    def _write_skipped(self) -> None:
         self.store.folder.mkdir(parents=True, exist_ok=True)
-        why = {
-            name: without_places(words, [self.runs, *self.data_dirs]) for name, words in sorted(self.skipped.items())
-        }
+        places = [self.runs, *self.data_dirs]
+        why = {name: without_places(words, places) for name, words in sorted(self.skipped.items())}
         write_json(self.store.folder / SKIPPED, {"why": why})
 
     def _still_skipped(self, chosen: Sequence[Training]) -> dict[str, str]:
@@ -124,11 +129,12 @@ class Runner:
         pairs = zip(self.scale.ordered(), names, strict=True)
         return [each for each, known in pairs if not self.only or known & set(self.only)]
 
-    def _do(self, training: Training, kinds: list[str], words: str, left: Sequence[Training]) -> None:
+    def _do(self, training: Training, kinds: list[str], words: str, left: Sequence[Training]) -> bool:
+        """Trains and measures what is missing of a training. Was there something to do?"""
         done = training_fingerprint(training)
         missing = [kind for kind in kinds if self._asked(kind, training) and self._measured(kind, training) is None]
         if self.store.read(self.store.training(training.name), done) is not None and not missing:
-            return
+            return False
         if training.how == "given":
             self._record(training, {"model": training.network, "minutes": 0.0}, done)
         else:
@@ -139,6 +145,7 @@ class Runner:
             except UserError as error:
                 self.skipped[f"{kind}.{training.name}"] = str(error)
                 self.say(f"{words}: {kind} not measured, because {error}")
+        return True
 
     def _asked(self, kind: str, training: Training) -> bool:
         """Of a training that was named with a kind, only this kind."""
@@ -150,17 +157,14 @@ class Runner:
 
     def _open(self, training: Training, data: str) -> Trained:
         folder = given_folder(training) if training.how == "given" else self.runs / training.name
-        other = OTHERS.get(training.data)
-        place = None
-        if other:
-            try:
-                place = find_data(self.scale.data[other], self.data_dirs, self.runs)
-            except NotAtHand:
-                place = None
-        if place and self.scale.data[other or ""] != self.scale.data[training.data]:
-            title = f"test images of {self.scale.titles[other or '']}"
-            return Trained(training=training, folder=folder, data=data, other=place, other_title=title)
-        return Trained(training=training, folder=folder, data=data)
+        trained, other = Trained(training=training, folder=folder, data=data), OTHERS.get(training.data)
+        if other is None or self.scale.data[other] == self.scale.data[training.data]:
+            return trained
+        try:
+            place = find_data(self.scale.data[other], self.data_dirs, self.runs)
+        except NotAtHand:
+            return trained
+        return replace(trained, other=place, other_title=f"test images of {self.scale.titles[other]}")
 
     def _train(self, training: Training, words: str, left: Sequence[Training]) -> None:
         """Unless it is trained, and recorded, already."""

@@ -57,13 +57,14 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_weights(tmp_path):
 
 
 def test_what_is_there_is_not_done_again_and_what_is_stale_is(tmp_path, monkeypatch):
-    scale, folder = one(), tmp_path
-    make(scale, folder).run()
+    scale, folder, news = one(), tmp_path, []
+    make(scale, folder, after=lambda: news.append(1)).run()
     name = scale.trainings[0].name
     files = [folder / "results/trainings" / f"{name}.json", folder / "results/measurements" / f"curves.{name}.json"]
     before = [path.stat().st_mtime_ns for path in files]
-    make(scale, folder).run()
+    make(scale, folder, after=lambda: news.append(2)).run()
     assert [path.stat().st_mtime_ns for path in files] == before
+    assert news == [1]
 
     monkeypatch.setitem(VERSIONS, "curves", 2)  # measured otherwise: only this is done again
     make(scale, folder).run()
