@@ -3,8 +3,8 @@
 MSDNet's are digitised from a figure of RANet's authors (Yang et al., CVPR 2020), with macs of an image that passes all
 exits; those of early exit are averages. Macs of slimming are half of its printed FLOPs. CondenseNet's, its
 second version's and slimming's points are one network each; the curves of MSDNet are one network. ESPNet's (Mehta et
-al., ECCV 2018; CamVid at 360x480 as reported with its code, Cityscapes at 512x1024) and ESPNetv2's (CVPR 2019, 512x1024,
-from ImageNet weights) are their authors'; their macs are counted from the networks' descriptions.
+al., ECCV 2018; CamVid at 360x480 as reported with its code, Cityscapes at 512x1024) and ESPNetv2's (CVPR 2019, at
+512x1024, from ImageNet weights) are their authors'; their macs are counted from the networks' descriptions.
 """
 
 from __future__ import annotations
