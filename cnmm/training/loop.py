@@ -73,7 +73,7 @@ def train(
         clock.skip()
         ladder: Ladder | None = None
         for epoch in range(done // steps, config.epochs):
-            meter.begin(checkpoints.notes if done > epoch * steps else {})
+            meter.begin(checkpoints.notes if done > epoch * steps else {}, image_work(data, config, epoch))
             stop = False
             for batch in images.training_batches(data.train, kept, epoch, first=done - epoch * steps):
                 step, part = batch.step, done / meter.total
@@ -85,8 +85,7 @@ def train(
                 take_step(model, optimizer, loss, config, part=part, norms=meter.gradients)
                 average.update(model, done)
                 done += 1
-                work = image_work(data, config, epoch)
-                on_step(meter.tick(epoch, step, steps, value, config.batch_size, work=work, ladder=ladder is not None))
+                on_step(meter.tick(epoch, step, steps, value, config.batch_size, ladder=ladder is not None))
                 if step + 1 < steps and (stop or checkpoints.due):
                     checkpoints.save(done, meter.notes())
                     if stop:

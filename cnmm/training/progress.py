@@ -83,8 +83,9 @@ class Meter:
     def images_per_s(self) -> float:
         return 1 / (self.work * (self.clock.rate(self.kind) or math.inf))
 
-    def begin(self, notes: Mapping[str, float]) -> None:
+    def begin(self, notes: Mapping[str, float], work: float = 1.0) -> None:
         """An epoch begins, or goes on where `notes` were taken."""
+        self.work = work
         self.loss_sum, self.num_steps = notes.get("loss", 0.0), int(notes.get("steps", 0))
         self.gradients.restart({name: value for name, value in notes.items() if name not in ("loss", "steps")})
 
@@ -92,11 +93,9 @@ class Meter:
         """Sums over the steps of this epoch."""
         return {"loss": self.loss_sum, "steps": self.num_steps, **self.gradients.sums()}
 
-    def tick(
-        self, epoch: int, step: int, steps: int, loss: float, batch: int, *, work: float = 1.0, ladder: bool
-    ) -> Progress:
-        self.kind, self.work = "ladder step" if ladder else "step", work
-        self.clock.tick(self.kind, batch * work)
+    def tick(self, epoch: int, step: int, steps: int, loss: float, batch: int, *, ladder: bool) -> Progress:
+        self.kind = "ladder step" if ladder else "step"
+        self.clock.tick(self.kind, batch * self.work)
         self.done += 1
         self.loss_sum, self.num_steps = self.loss_sum + loss, self.num_steps + 1
         return Progress(
