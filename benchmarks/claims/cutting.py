@@ -49,7 +49,7 @@ def _alone(name: str) -> tuple[Case, ...]:
     """The ways to train, of which each is judged alone: ours that the repository has, the paper's, and ours."""
     return (
         case("{cifar10}, cnmm_b6s3 of the repository", {name: "frontier:cifar10_given"}),
-        case("{cifar10}, cnmm_b4s3 of the repository", {name: "frontier:cifar10_given_sgd"}),
+        case("{cifar10}, cnmm_b4s3 of the repository", {name: "frontier:cifar10_given_b4"}),
         case("{cifar10}, sampled", {name: "curves:cifar10_sampled"}, paper=True),
         case("{cifar10}, quick", {name: "curves:cifar10_quick"}),
         case("{cifar100}, sampled", {name: "curves:cifar100_sampled"}, paper=True),

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import latency as timing
@@ -36,12 +37,11 @@ from cnmm.evaluation.quality import Choices
 from cnmm.evaluation.search import cutting_curves, first_points
 from cnmm.evaluation.segmentation import Segmentation, metric_values
 from cnmm.evaluation.statistics import reestimated
-from cnmm.evaluation.strips import scene_strip
 from cnmm.evaluation.task import task_of
 from cnmm.frontier import FRONTIER_FILE, FrontierPoint
 from cnmm.lattice import OperatingPoint, full_dag
 from cnmm.mixture import Mixture
-from cnmm.pictures import to_png
+from cnmm.pictures import Panel, caption, strip, to_png
 from cnmm.prune import cutting_order
 from cnmm.training.seeds import seeded
 from cnmm.zoo import model_plan, num_networks
@@ -285,34 +285,29 @@ def wall_time(trained: Trained, scale: Scale) -> JSON:
 
 @torch.no_grad()
 def pictures(trained: Trained, scale: Scale) -> JSON:
-    """One held-out scene, labelled at several budgets by one set of weights: every exit, or some of them."""
+    """One held-out scene, labelled at several budgets by one set of weights: every exit, or some of them.
+
+    Labels only: the photographs of a data set are not ours to pass on.
+    """
     run, about = trained.run, trained.run.preprocessing
     costs, numbers = CostTable.of(run.model.config), run.model.config.exit_numbers
-    chosen = [
-        cutting_order(run.model, exit)[0] for exit in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
-    ]
     scene = run.images.scenes(1)[0]
     x = run.images.prepared.prepare(torch.from_numpy(scene.image.copy()).permute(2, 0, 1)[None]).float()
-    shown, answers = {}, []
-    for point in chosen:
+    panels, rows = [], []
+    for exit in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]}):
+        point = cutting_order(run.model, exit)[0]
         model = reestimated(run.model, run.images.statistics(), point)
-        shown[_named(point, costs.point(point).macs)] = model
-        answers.append(model(x, point).argmax(1))
-    strip = scene_strip(scene, x, shown, about.classes, about.palette, {})
-    strip.thumbnail((1600, 1600))
-    rows = [
-        {"point": point.name, "macs": point.macs, "agrees": float((each == answers[-1]).float().mean())}
-        for point, each in zip(shown, answers, strict=True)
-    ]
-    png = base64.b64encode(to_png(strip.quantize(128))).decode()
+        logits = F.interpolate(model(x, point).float(), scene.mask.shape, mode="bilinear", align_corners=False)
+        macs = costs.point(point).macs
+        panels.append(Panel(logits.argmax(1)[0].byte().numpy(), caption(point.name, macs, None)))
+        rows.append({"point": point.name, "macs": macs})
+    for row, panel in zip(rows, panels, strict=True):
+        row["agrees"] = float((panel.labels == panels[-1].labels).mean())
+    white = np.full((*scene.mask.shape, 3), 255, np.uint8)
+    drawn = strip(white, panels, about.classes, about.palette)
+    drawn.thumbnail((1600, 1600))
+    png = base64.b64encode(to_png(drawn.quantize(128))).decode()
     return {"n": 1, "split": "held out", "points": rows, "png": png}
-
-
-def _named(point: OperatingPoint, macs: int) -> Any:
-    """As much of a measured point as a picture shows."""
-    zero: dict[str, Any] = dict.fromkeys(("params", "n"), 1) | dict.fromkeys(("quality", "low", "high"), 0.0)
-    about = {"rule": "flow", "cuts": point.cuts or 0, "metric": "miou", "split": "", "statistics": "re-estimated"}
-    return FrontierPoint(name=point.name, exit=point.exit, macs=macs, **about, **zero)
 
 
 def peer(trained: Trained, scale: Scale) -> JSON:

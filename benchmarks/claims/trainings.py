@@ -120,7 +120,7 @@ def _given() -> Iterator[Training]:
     """Models of the repository: used, not trained again."""
     for role, data, network in (
         ("cifar10_given", "cifar10", "cnmm_b6s3.cifar10"),
-        ("cifar10_given_sgd", "cifar10", "cnmm_b4s3.cifar10"),
+        ("cifar10_given_b4", "cifar10", "cnmm_b4s3.cifar10"),
         ("fashion_given", "fashion", "cnmm_grey.fashion"),
         ("scenes_given", "scenes", "cnmm_seg_b5s5.camvid"),
     ):
@@ -130,9 +130,10 @@ def _given() -> Iterator[Training]:
 
 
 def _cpu() -> Iterator[Training]:
-    yield from _given()
+    for model in _given():  # one of them is the first seed of `quick`
+        yield replace(model, also=("cifar10_quick",)) if model.role == "cifar10_given_b4" else model
     yield from _cpu_papers()
-    yield from _cpu_ours()
+    yield from _cpu_ours(TWICE[1:])
     yield from _cpu_peers()
     yield from _cpu_scenes()
 
@@ -154,11 +155,11 @@ def _cpu_papers() -> Iterator[Training]:
             yield from seeds(run, *TWICE)
 
 
-def _cpu_ours() -> Iterator[Training]:
+def _cpu_ours(numbers: tuple[int, ...]) -> Iterator[Training]:
     """The recipe `quick`, what it is without ladder tuning, B = 6 and B = 12, and slim architectures from scratch."""
     usual = {"epochs": 14}
     quick = Training(role="cifar10_quick", data="cifar10", network="cnmm_b4s3", fields=usual, minutes=17, priority=1)
-    yield from seeds(quick, *TWICE)
+    yield from seeds(quick, *numbers)
     bare = {"ladder_start": 1.0, "exit_distill": 0.0}
     yield replace(quick, role="cifar10_untuned", fields=usual | bare, minutes=14, priority=2)
     yield replace(quick, role="cifar100_quick", data="cifar100", priority=2)
@@ -284,8 +285,8 @@ def _smoke() -> Iterator[Training]:
     """Every role once, for seconds: what is trained at the scale `cpu`, with the smallest networks."""
     tiny: dict[str, Any] = {"epochs": 1, "batch_size": 50, "val": 100}
     scene: dict[str, Any] = {"epochs": 1, "batch_size": 4, "val": 4, "scene_crop": (48, 64), "final_epochs": 0}
-    for training in _cpu():
-        if training.seed or training.how == "given":
+    for training in (*_cpu_papers(), *_cpu_ours(TWICE), *_cpu_peers(), *_cpu_scenes()):
+        if training.seed:
             continue
         fields = {name: value for name, value in training.fields.items() if name in _KEPT}
         size = scene if training.data == "scenes" else tiny
@@ -305,7 +306,7 @@ def _smoke() -> Iterator[Training]:
 _KEPT = ("gates", "group", "exits", "mixing", "ladder_start", "exit_distill", "exits_per_step")
 """What makes a variant of a training."""
 
-_STANDS_FOR = {"cifar10_quick": ("cifar10_given", "cifar10_given_sgd"), "scenes_street": ("scenes_given",)}
+_STANDS_FOR = {"cifar10_quick": ("cifar10_given", "cifar10_given_b4"), "scenes_street": ("scenes_given",)}
 """At the scale `smoke`: runs that stand for models of the repository."""
 
 _TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fashion": "Fashion-MNIST"}
