@@ -234,6 +234,13 @@ CONTROLS: tuple[Claim, ...] = (
     ),
 )
 
+ORDERED = (
+    ("{cifar10}, cnmm_b6s3 of the repository", "cifar10_given"),
+    ("{cifar10}, sampled", "cifar10_sampled"),
+    ("{cifar10}, quick", "cifar10_quick"),
+)
+"""What rules of cutting are compared on."""
+
 BEYOND: tuple[Claim, ...] = (
     Claim(
         key="B1",
@@ -241,14 +248,7 @@ BEYOND: tuple[Claim, ...] = (
         paper="Cutting by the flow that is lost for every mac that is saved.",
         where="beyond the paper",
         rule_words="better than flow on average over 75, 50 and 25 % of the macs: the interval is above zero",
-        cases=tuple(
-            case(label, {"cnmm": f"orders:{role}"}, rule="flow_per_mac")
-            for label, role in (
-                ("{cifar10}, cnmm_b6s3 of the repository", "cifar10_given"),
-                ("{cifar10}, sampled", "cifar10_sampled"),
-                ("{cifar10}, quick", "cifar10_quick"),
-            )
-        ),
+        cases=tuple(case(label, {"cnmm": f"orders:{role}"}, rule="flow_per_mac") for label, role in ORDERED),
         measure=measure_rules,
         rule=judge_rules,
         table=tables.by_share("less flow"),
@@ -259,14 +259,7 @@ BEYOND: tuple[Claim, ...] = (
         paper="Cutting the edge after whose removal the answers change least, measured on training images.",
         where="beyond the paper",
         rule_words="as B1",
-        cases=tuple(
-            case(label, {"cnmm": f"orders:{role}"}, rule="damage")
-            for label, role in (
-                ("{cifar10}, cnmm_b6s3 of the repository", "cifar10_given"),
-                ("{cifar10}, sampled", "cifar10_sampled"),
-                ("{cifar10}, quick", "cifar10_quick"),
-            )
-        ),
+        cases=tuple(case(label, {"cnmm": f"orders:{role}"}, rule="damage") for label, role in ORDERED),
         measure=measure_rules,
         rule=judge_rules,
         table=tables.by_share("less flow"),
