@@ -116,7 +116,8 @@ How to read it:
 
 - **{holds}**, **{fails}** or **{unknown}**: by the rule that stands with each claim
   ([benchmarks/claims](../benchmarks/claims)), written before what is trained here, but after the models of the
-  repository, which some cases are judged on. Where an interval decides nothing, nothing is decided. **{not_run}**: and why.
+  repository, which some cases are judged on. Where an interval decides nothing, nothing is decided.
+  **{not_run}**: and why.
 - *sampled*, *expectation* and *sum* are the paper's optimisation with its relaxed samples, with expectations, and with
   the deterministic sum. *quick* and *street* are our recipes; sampled {scenes} has the optimisation of `street`. Where
   cases trained in the paper's way were run, they decide, and ours stand beside them. One deciding case that does not
