@@ -81,8 +81,8 @@ class Pool:
         self._workers[number].kill()
 
     def pids(self) -> list[int]:
-        """Of the processes that are there."""
-        return [worker.pid for worker in self._workers if worker.ready.done() and not worker.gone]
+        """Of the processes that can be given jobs."""
+        return [worker.pid for worker in self._workers if worker.was_ready and not worker.gone]
 
     async def _begin(self, worker: _Process) -> None:
         words = await worker.begin(self._settings, self._heard, self._hung_up)
@@ -120,7 +120,7 @@ class _Process(asyncio.Protocol):
     def __init__(self, number: int) -> None:
         self.number = number
         self.pid = 0
-        self.gone = True
+        self.gone, self.was_ready = True, False
         self._file = _memory_file()
         self._memory = mmap.mmap(self._file, MEMORY)
         self._process: subprocess.Popen[bytes] | None = None
