@@ -100,7 +100,10 @@ def curves(trained: Trained, scale: Scale) -> JSON:
 
 
 def curve_points(model: Mixture, recipe: str, num: int) -> list[OperatingPoint]:
-    """Points of every exit: nothing cut, one network, some between; and of the last exit those within `SHARES`."""
+    """Points of every exit: nothing cut, one network, some between; and of the last exit those within `SHARES`.
+
+    `num` is for each rule, so that a curve has as many points whether or not others are drawn beside it.
+    """
     ours = recipe in ("quick", "long", "street") and model.config.mixing == "gates"
     costs, last = CostTable.of(model.config), cutting_order(model)
     full = costs.point(last[0]).macs
@@ -109,7 +112,9 @@ def curve_points(model: Mixture, recipe: str, num: int) -> list[OperatingPoint]:
         chosen += [
             next(point for point in last if costs.point(point).macs <= share * full) for share in _within(last, costs)
         ]
-        chosen += first_points(cutting_curves(model, "all" if ours else "flow"), num)
+        curves = cutting_curves(model, "all" if ours else "flow")
+        num_rules = len(curves) // len(model.config.exit_numbers)
+        chosen += first_points(curves, 2 * num * num_rules)  # it takes half of them
     different = {(point.exit, point.edges): point for point in reversed(chosen)}
     return list(different.values())
 
@@ -363,7 +368,7 @@ KINDS: dict[str, Callable[[Trained, Scale], JSON]] = {
     "peer": peer,
     "structure": structure,
 }
-VERSIONS = dict.fromkeys(KINDS, 1)
+VERSIONS = dict.fromkeys(KINDS, 1) | {"curves": 2}
 """Raised where a kind measures something else than before: what was measured is then stale."""
 FREE = ("frontier", "peer", "structure")
 """Kinds that only read what is there."""

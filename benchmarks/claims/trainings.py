@@ -89,7 +89,7 @@ class Scale:
     """What the page calls it."""
     trainings: tuple[Training, ...]
     points: int
-    """Of the curves of a mixture, all exits together, about."""
+    """Of the curves of a mixture by one rule, all exits together, about."""
     measuring: float
     """What measuring takes, relative to `MEASURING`."""
     images: int
@@ -321,7 +321,7 @@ SCALES: dict[str, Scale] = {
         },
         titles={"cifar10": "sample", "cifar100": "sample again", "fashion": "sample", "scenes": "made-up scenes"},
         trainings=tuple(_smoke()),
-        points=8,
+        points=4,
         measuring=0.005,
         images=200,
         samples=(1, 2),
