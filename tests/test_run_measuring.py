@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from cnmm.evaluation import kept as kept_module
 from cnmm.evaluation.kept import Kept
 from cnmm.run import Run
 from cnmm.training import batches
-from tests.helpers import complaint, refused
+from tests.helpers import RUN_CLI, complaint, python, refused
 
 MEASURED = ("frontier.json", "frontier.csv", "orders.json")
 
@@ -214,18 +213,25 @@ def test_sweeps_are_saved_when_they_are_due(tmp_path, monkeypatch):
     assert f"remove {tmp_path}" in refused(run)
 
 
-def test_stopping_the_verb_says_how_to_go_on(unmeasured, capsys, monkeypatch):
+STOPPED = f"""
+import itertools, os
+from cnmm.evaluation.kept import Kept
+from cnmm.training import batches
+batches.STATISTICS_IMAGES, batches.EVALUATION_BATCH = 75, 25
+real, calls = Kept.note, itertools.count()
+def note(kept, *args):
+    if next(calls) == 5:
+        os.kill(os.getpid(), 15)
+    real(kept, *args)
+Kept.note = note
+{RUN_CLI}
+"""
+
+
+def test_stopping_the_verb_says_how_to_go_on(unmeasured):
     """The signal comes while points are measured; the same command then goes on."""
-    real, calls = Kept.note, itertools.count()
-
-    def note(kept, *args):
-        if next(calls) == 5:
-            os.kill(os.getpid(), 15)
-        real(kept, *args)
-
-    monkeypatch.setattr(Kept, "note", note)
-    assert cli.main(["frontier", str(unmeasured), "--points", "3"]) == 143
-    words = capsys.readouterr().err
-    assert "what was measured is kept; the same command goes on from there" in words
-    assert words.endswith("cnmm: terminated\n")
+    done = python(STOPPED, "frontier", unmeasured, "--points", 3)
+    assert "what was measured is kept; the same command goes on from there" in done.stderr
+    assert done.stderr.endswith("cnmm: terminated\n")
+    assert done.returncode == 143
     assert cli.main(["frontier", str(unmeasured), "--points", "3"]) == 0
