@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import pytest
 import torch
