@@ -52,6 +52,11 @@ async def infer(request):
 
 uvicorn.run(Starlette(routes=[Route("/", infer, methods=["POST"])]), port=port, log_level="critical", http="httptools")
 """
+SERVE = """
+import sys
+from cnmm.cli.main import main
+sys.exit(main(["serve", sys.argv[1], "--cores", "1", "--port", sys.argv[3]]))
+"""
 STUB = """
 import sys
 import numpy as np
@@ -94,24 +99,23 @@ def main() -> None:
     print(f"{machine()['cpu']}, cores {len(cores)}, {ladder.frontier.model} at {point}, {args.requests} requests each")
     image = np.random.default_rng(0).integers(0, 256, (1, *ladder.preprocessing.image_shape), np.uint8)
     rows: list[tuple[str, list[float]]] = []
-    with server(BARE, args.ladder, point, cores[0]) as port:
+    with server(BARE, args.ladder, point, cores[0]) as (port, _):
         rows.append(("bare handler, pixels", bare(port, image, args.requests)))
-    command = "import sys; from cnmm.cli.main import main; sys.exit(main(['serve', sys.argv[1], '--cores', '1', "
-    with server(f"{command}'--port', sys.argv[3]]))", args.ladder, point, cores[0]) as port:
+    with server(SERVE, args.ladder, point, cores[0]) as (port, _):
         path = f"/v2/models/{ladder.frontier.model}/versions/{point}/infer"
         rows.append(("cnmm serve, raw binary", raw_binary(port, path, image, args.requests)))
         rows.append(("cnmm serve, tritonclient", by_triton(port, ladder.frontier.model, point, image, args.requests)))
         rows.append(("cnmm serve, JPEG", jpeg(port, point, image, args.requests)))
     for name, times in rows:
         print(f"{name:28} median {percentile(times, 50):7.3f} ms   p99 {percentile(times, 99):7.3f} ms")
-    with server(STUB, args.ladder, point, cores[0]) as port:
+    with server(STUB, args.ladder, point, cores[0]) as (port, _):
         rate = hold(port, path, image, args.requests, args.connections)
         print(f"the loop with a stub holds {rate:.0f} requests/s from {args.connections} connections")
 
 
 @contextmanager
-def server(code: str, folder: Path, point: str, core: int) -> Iterator[int]:
-    """A process on a core of its own; yields its port when it answers."""
+def server(code: str, folder: Path, point: str, core: int) -> Iterator[tuple[int, int]]:
+    """A process on a core of its own; yields its port when it answers, and its number."""
     port = free_port()
     command = ["taskset", "-c", str(core), sys.executable, "-c", code, str(folder), point, str(port)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -124,7 +128,7 @@ def server(code: str, folder: Path, point: str, core: int) -> Iterator[int]:
                 break
             except OSError:
                 time.sleep(0.1)
-        yield port
+        yield port, process.pid
     finally:
         process.terminate()
         time.sleep(0.2)
@@ -193,11 +197,16 @@ def by_triton(port: int, model: str, point: str, image: np.ndarray[Any, Any], nu
 
 
 def jpeg(port: int, point: str, image: np.ndarray[Any, Any], num: int) -> list[float]:
+    connection, body = HTTPConnection("127.0.0.1", port), as_jpeg(image)
+    path = f"/predict?operating_point={point}"
+    return timed(num, lambda: computed(post(connection, path, body)[1]))
+
+
+def as_jpeg(image: np.ndarray[Any, Any]) -> bytes:
+    """A file of the first image."""
     file = io.BytesIO()
     Image.fromarray(image[0] if image.shape[-1] == 3 else image[0, ..., 0]).save(file, "jpeg")
-    connection = HTTPConnection("127.0.0.1", port)
-    path = f"/predict?operating_point={point}"
-    return timed(num, lambda: computed(post(connection, path, file.getvalue())[1]))
+    return file.getvalue()
 
 
 def hold(port: int, path: str, image: np.ndarray[Any, Any], num: int, connections: int) -> float:
