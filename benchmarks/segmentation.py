@@ -30,6 +30,7 @@ from cnmm.config import Preprocessing
 from cnmm.evaluation.segmentation import Segmentation
 from cnmm.export.network import onnx_bytes
 from cnmm.export.slim import slim
+from cnmm.prune import named_point
 from cnmm.run import Run
 from cnmm.runtime.latency import runtime_version
 from cnmm.runtime.pixels import label_map
@@ -105,9 +106,13 @@ def _first(answer: Any) -> Any:
 
 
 def fit(model: Any, runtime: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A straight line through time against macs over points from the cheapest to the full mixture."""
+    """A straight line through time against macs: over the best points of a run, or some from cheapest to dearest."""
     image, size = noise(model.config, 1), model.config.input_size
-    networks = {point.name: slim(model, point) for point in choose_points(model, arguments.points)}
+    if arguments.run:
+        chosen = [named_point(model, point.name) for point in Run(arguments.run).frontier.envelope()]
+    else:
+        chosen = choose_points(model, arguments.points)
+    networks = {point.name: slim(model, point) for point in chosen}
     about = Preprocessing.plain(model.config)
     calls = {}
     for name, network in networks.items():
@@ -226,7 +231,7 @@ def main() -> None:
     parser.add_argument("--data", help="where its images are, if not where it says")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.4, help="of each contender in each round")
-    parser.add_argument("--points", type=int, default=12)
+    parser.add_argument("--points", type=int, default=12, help="of a model without a frontier")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--images", type=int, default=1000, help="test images at most")
     parser.add_argument("--average", nargs="+", default=["30%", "40%", "50%", "60%", "75%"], help="average budgets")
