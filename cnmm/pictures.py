@@ -53,15 +53,19 @@ def overlay(image: Pixels, labels: Pixels, classes: Sequence[str], palette: Pale
 
 
 def strip(
-    image: Pixels, panels: Sequence[Panel], classes: Sequence[str], palette: Palette, truth: Pixels | None = None
+    image: Pixels | None, panels: Sequence[Panel], classes: Sequence[str], palette: Palette, truth: Pixels | None = None
 ) -> Image.Image:
     """The same image side by side: as it is, labelled in several ways, and where these differ from the last of them.
 
-    `truth`: what its labels should be, if that is known.
+    `truth`: what its labels should be, if that is known. Without an image, the labels alone.
     """
     maps = [*([] if truth is None else [Panel(truth, "labels")]), *panels]
-    colours = [(image if image.shape[-1] == 3 else image.repeat(3, -1), "image")]
-    colours += [(_coloured(image, panel.labels, palette), panel.words) for panel in maps]
+    if image is None:
+        colours = [(_table(palette)[panel.labels], panel.words) for panel in maps]
+        image = np.full((*panels[0].labels.shape, 1), 255, np.uint8)
+    else:
+        colours = [(image if image.shape[-1] == 3 else image.repeat(3, -1), "image")]
+        colours += [(_coloured(image, panel.labels, palette), panel.words) for panel in maps]
     if len(panels) > 1:
         colours.append((differences(image, [panel.labels for panel in panels]), "differs from the last"))
     row = _side_by_side([_captioned(_fitted(picture), words) for picture, words in colours])

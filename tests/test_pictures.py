@@ -68,6 +68,16 @@ def test_a_strip_has_the_image_every_answer_and_their_differences(image, labels)
     assert np.asarray(strip(image, panels[:1], CLASSES, PALETTE)).shape[1] == 2 * width + gap
 
 
+def test_a_strip_without_an_image_has_the_labels_alone(labels):
+    panels = [Panel(labels, "a"), Panel(np.roll(labels, 1, 0), "b")]
+    drawn = np.asarray(strip(None, panels, CLASSES, PALETTE))
+    factor = PANEL // 30
+    assert drawn.shape[1] == 3 * 30 * factor + 2 * 8
+    first = drawn[: 20 * factor : factor, : 30 * factor : factor]
+    for number, colour in enumerate(PALETTE):
+        assert (first[labels == number] == colour).all()
+
+
 def test_captions_say_what_it_costs():
     assert caption("e1c0", 12_300_000, 4.12) == "e1c0\n12.3 M macs, 4.1 ms"
     assert caption("e1c0", 2e9) == "e1c0\n2.00 G macs"

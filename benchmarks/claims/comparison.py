@@ -302,7 +302,10 @@ CLAIM_10 = Claim(
     "constraints.”",
     where="4.3, figures 8 and 10",
     rule_words="of one scene, the more is spent, the more pixels have the label that the dearest point gives them",
-    cases=(case("{scenes}, street", {"cnmm": "pictures:scenes_street"}),),
+    cases=(
+        case("{scenes}, of the repository", {"cnmm": "pictures:scenes_given"}),
+        case("{scenes}, street", {"cnmm": "pictures:scenes_street"}),
+    ),
     measure=measure_pictures,
     rule=judge_pictures,
     picture="strip",

@@ -72,7 +72,7 @@ def draw_all(scale: Scale, find: Find) -> dict[str, bytes]:
     ablations = {name: _ask(find, need) for name, need in _ABLATIONS.items()}
     if all(ablations.values()):
         found["ablations.svg"] = picture(draw_ablations(ablations, scale), ".svg")
-    for measured in _ask(find, "pictures:scenes_street")[:1]:
+    for measured in [*_ask(find, "pictures:scenes_given"), *_ask(find, "pictures:scenes_street")][:1]:
         found["strip.png"] = base64.b64decode(measured["png"])
     return found
 

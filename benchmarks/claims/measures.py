@@ -308,10 +308,7 @@ def pictures(trained: Trained, scale: Scale) -> JSON:
         rows.append({"point": point.name, "macs": macs})
     for row, panel in zip(rows, panels, strict=True):
         row["agrees"] = float((panel.labels == panels[-1].labels).mean())
-    white = np.full((*scene.mask.shape, 3), 255, np.uint8)
-    drawn = strip(white, panels, about.classes, about.palette)
-    drawn.thumbnail((1600, 1600))
-    png = base64.b64encode(to_png(drawn.quantize(128))).decode()
+    png = base64.b64encode(to_png(strip(None, panels, about.classes, about.palette))).decode()
     return {"n": 1, "split": "held out", "points": rows, "png": png}
 
 
@@ -368,7 +365,7 @@ KINDS: dict[str, Callable[[Trained, Scale], JSON]] = {
     "peer": peer,
     "structure": structure,
 }
-VERSIONS = dict.fromkeys(KINDS, 1) | {"curves": 2}
+VERSIONS = dict.fromkeys(KINDS, 1) | {"curves": 2, "pictures": 2}
 """Raised where a kind measures something else than before: what was measured is then stale."""
 FREE = ("frontier", "peer", "structure")
 """Kinds that only read what is there."""
