@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,16 +152,8 @@ def decode_ms() -> float:
     return min(times) / (height * width)
 
 
-def yield_to_the_server() -> None:
-    """Where both share a core, a worker that is woken waits until the event loop has nothing to do for others."""
-    if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def main(argv: Sequence[str]) -> int:
     """Says when it is ready, or why it cannot be, and answers until the server hangs up."""
-    yield_to_the_server()
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, they are meant for the server
         signal.signal(number, signal.SIG_IGN)
     settings = Settings(**json.loads(argv[0]))
