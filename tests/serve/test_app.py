@@ -199,6 +199,21 @@ def test_answers_of_much_json_are_refused_beforehand(timed_ladder, monkeypatch):
     assert ask(parameters={"binary_data_output": True})
 
 
+def test_a_head_that_was_seen_before_says_nothing_of_the_body_or_the_version(timed_ladder):
+    ladder = served_module.open_served(timed_ladder, runtime="onnx")
+    tensor = {"name": "image", "shape": [1, 8, 8, 3], "datatype": "UINT8", "parameters": {"binary_data_size": 192}}
+    head = json.dumps({"inputs": [tensor]}).encode()
+
+    def ask(pixels, version=None):
+        return parse_inference(head + pixels, str(len(head)), version, ladder).ask
+
+    for value in (1, 2, 1):
+        assert bytes(ask(bytes([value]) * 192).pictures.parts[0]) == bytes([value]) * 192
+    assert ask(bytes(192)).knobs.row is None
+    assert ask(bytes(192), "e2c3").knobs.row.point == "e2c3"
+    assert "191 bytes follow" in refused(ask, bytes(191))
+
+
 # What is measured, shipped and said
 
 
