@@ -15,14 +15,24 @@ MODELS = Path(__file__).parent.parent / "models"
 FOLDERS = [pytest.param(folder, id=folder.name) for folder in sorted(MODELS.iterdir())]
 
 
+CIFAR = {"least": 0.82, "budget": "acc:0.8", "spec": "cifar10:cifar-10-batches-py", "first": "airplane"}
+CAMVID = {"least": 0.65, "budget": "miou:0.6", "spec": "camvid:camvid", "first": "sky"}
+KNOWN = {"cifar10": CIFAR, "camvid": CAMVID}
+
+
+def known(folder):
+    return KNOWN[folder.name.rpartition(".")[2]]
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_budget_is_served_by_a_measured_point(folder):
-    frontier = cnmm.Frontier.load(folder / "frontier.json")
-    assert frontier.choose("100%").quality > 0.82
+    frontier, about = cnmm.Frontier.load(folder / "frontier.json"), known(folder)
+    assert frontier.choose("100%").quality > about["least"]
     assert frontier.choose("40%").macs <= 0.4 * frontier.full_macs
-    assert frontier.choose("acc:0.8").macs < 0.6 * frontier.full_macs
+    assert frontier.choose(about["budget"]).macs < 0.6 * frontier.full_macs
     half = frontier.full_macs / 2
-    assert frontier.cascade.quality_at(half) > frontier.choose(half).quality
+    if about is CIFAR:  # on CamVid early exit is no better, as docs/segmentation.md says
+        assert frontier.cascade.quality_at(half) > frontier.choose(half).quality
     with pytest.raises(ValueError, match="cheapest is e"):
         frontier.choose("1M")
 
@@ -30,11 +40,12 @@ def test_every_budget_is_served_by_a_measured_point(folder):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_it_becomes_a_ladder_without_images(tmp_path, folder):
     run = Run(folder)
-    assert run.images.spec == "cifar10:cifar-10-batches-py"
+    assert run.images.spec == known(folder)["spec"]
     run.export_ladder(tmp_path / "ladder", 2)
-    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    shape = (3, *run.preprocessing.image_shape)
+    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     with cnmm.Session(tmp_path / "ladder", threads=1) as session:
-        assert session.classes[0] == "airplane"
+        assert session.classes[0] == known(folder)["first"]
         answer = session.predict(images, average_macs="40%")
     assert np.allclose(answer.probabilities.sum(1), 1, atol=1e-5)
 
