@@ -49,7 +49,7 @@ def complaint(capsys, *args):
 def in_new_process(*command, **options):
     """Runs a command to its end, with this clone's package; says nothing of its status."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-    settings = {"capture_output": True, "text": True, "timeout": 120, "check": False, **options}
+    settings = {"capture_output": True, "text": True, "timeout": 240, "check": False, **options}
     return subprocess.run([str(part) for part in command], env=environment, **settings)
 
 
