@@ -1,4 +1,4 @@
-"""Does a server's memory grow? Very many requests of every kind, good and bad, and what its processes have in memory.
+"""Does a server's memory grow? Very many requests, good and bad, and what its processes have in memory.
 
     python -m benchmarks.serving_memory LADDER                 # 200,000 requests
 
