@@ -119,7 +119,7 @@ def whole_network(session: cnmm.Session, run: Run, name: str, folder: Path) -> C
     runtime = open_runtime(session.runtime, threads=session.threads, precision="float32", image_shape=shape)
     chain = runtime.chain([NetworkFile.write(folder / f"whole_{name}.onnx", data)])
     step = runtime.chunk
-    return lambda images: [list(chain.walk(images[k : k + step])) for k in range(0, len(images), step)]
+    return lambda images: [next(chain.walk(images[k : k + step]))() for k in range(0, len(images), step)]
 
 
 def batch_ratio(
@@ -145,7 +145,9 @@ def stage_overhead(session: cnmm.Session, run: Run, image: np.ndarray, folder: P
     whole_call = whole_network(session, run, run.frontier.cascade.point, folder)
     staged, whole = [], []
     for _ in range(rounds):
-        staged.append(sum(statistics.median(times) for times in session.time_stages(image, repeats=10)))
+        staged.append(
+            sum(statistics.median(times) for part in session.time_stages(image, repeats=10) for times in part)
+        )
         whole.append(median_ms(lambda: whole_call(image), 10))
     ratio = statistics.median(staged) / statistics.median(whole)
     words = f"{statistics.median(staged):.3f} ms against {statistics.median(whole):.3f} ms whole"

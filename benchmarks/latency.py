@@ -126,7 +126,7 @@ def file_call(
     chain = opened.chain([NetworkFile.write(folder / f"{digest}.onnx", data, outputs=(answer_of(task),))])
 
     def call() -> object:
-        return list(chain.walk(image))
+        return [ask() for ask in chain.walk(image)]
 
     return call
 

@@ -106,7 +106,7 @@ def early_exit(run: Run) -> list[Point]:
     choices = task_of(config).choices(config.num_classes, cascade.metric)
     for images, target in run.images.batches(*run.images.split("test")):
         choices.add(list(model.forward_exits(images, point).values()), target)
-    tested = [(row, spent(row, cascade.macs, choices)) for row in cascade.thresholds]
+    tested = [(row, spent(row, cascade.macs, cascade.asking, choices)) for row in cascade.thresholds]
     return [Point(row.average_macs, row.quality, found["quality"], found["macs"]) for row, found in tested]
 
 

@@ -1,7 +1,8 @@
 """Cascades: one set of surviving edges with the exits it reaches, run stage by stage until an exit is confident.
 
 An image leaves at the first exit whose largest class probability reaches what this exit asks for; the last exit takes
-all. Which thresholds spend which average budget is measured on held-out images and stored. Torch-free.
+all. An exit that nobody may leave is not asked: where answers cost something, as label maps do, that is saved. Which
+thresholds spend which average budget is measured on held-out images and stored. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from cnmm.budget import METRICS, Budget, parse_budget
 from cnmm.config import MixtureConfig
 from cnmm.cost import CostTable
 from cnmm.lattice import OperatingPoint, reached_exits
+
+NEVER = 1.0 + 1e-6
+"""A confidence that no image reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,9 @@ class Cascade:
     """Name of the operating point whose edges it has."""
     exits: tuple[int, ...]
     macs: tuple[int, ...]
-    """Of each stage alone, with its classifier."""
+    """What an answer at each exit costs beyond one at the exit before it."""
+    asking: tuple[int, ...]
+    """Macs of asking each exit but the last, for an image that goes on all the same."""
     thresholds: tuple[Threshold, ...]
     metric: str
     n: int
@@ -49,19 +55,21 @@ class Cascade:
 
     @property
     def full_macs(self) -> int:
-        """Of an image that goes all the way."""
-        return sum(self.macs)
+        """Of an image that goes all the way, if every exit is asked."""
+        return sum(self.macs) + sum(self.asking)
 
-    def with_macs(self, macs: Sequence[int]) -> Self:
-        """The same cascade where each stage costs something else, and hence each row."""
-        passed = tuple(itertools.accumulate(macs))
-        rows = tuple(
-            dataclasses.replace(
-                row, average_macs=sum(part * cost for part, cost in zip(row.exits, passed, strict=True))
-            )
-            for row in self.thresholds
-        )
-        return dataclasses.replace(self, macs=tuple(macs), thresholds=rows)
+    def passed(self, confidence: Sequence[float]) -> list[float]:
+        """Macs of an image that leaves at each exit, where exits ask for these confidences."""
+        return passed(self.macs, self.asking, confidence)
+
+    def with_macs(self, macs: Sequence[int], asking: Sequence[int]) -> Self:
+        """The same cascade where stages and asking cost something else, and hence each row."""
+        moved = dataclasses.replace(self, macs=tuple(macs), asking=tuple(asking))
+        rows = []
+        for row in self.thresholds:
+            average = sum(part * cost for part, cost in zip(row.exits, moved.passed(row.confidence), strict=True))
+            rows.append(dataclasses.replace(row, average_macs=average))
+        return dataclasses.replace(moved, thresholds=tuple(sorted(rows, key=lambda row: row.average_macs)))
 
     def quality_at(self, average_macs: float) -> float:
         """The best quality that fits an average budget; zero if none does."""
@@ -78,15 +86,15 @@ class Cascade:
 
         `average_macs` is a budget in macs, or in percent of the full network's `full_macs`.
         """
-        wanted = parse_budget(average_macs)
-        if wanted.kind not in ("macs", "percent"):
-            raise UserError(f"average_macs={wanted.text!r}: must be macs such as 30M, or a share such as 40%")
-        macs = wanted.value if wanted.kind == "macs" else wanted.value * full_macs / 100
+        return self.row(average_budget(average_macs, full_macs)).confidence
+
+    def row(self, macs: float) -> Threshold:
+        """The best row within an average budget; an error if none is that cheap."""
         found = self.row_within(macs)
         if found is None:
             least = f"{math.ceil(self.thresholds[0].average_macs):,}"
             raise UserError(f"average_macs={macs:,.0f}: must be at least {least}, the least that early exit can spend")
-        return found.confidence
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `from_dict` reads it."""
@@ -106,12 +114,39 @@ class Cascade:
         return cls(
             point=_fields.get(data, "point", _fields.TEXT, where),
             exits=exits,
-            macs=tuple(_fields.get(data, "macs", _fields.list_of(_fields.POSITIVE, len(exits)), where)),
+            macs=tuple(_fields.get(data, "macs", _fields.list_of(_fields.COUNT, len(exits)), where)),
+            asking=_read_asking(data, len(exits) - 1, where),
             thresholds=table,
             metric=_fields.get(data, "metric", _fields.one_of(*METRICS.values()), where),
             n=_fields.get(data, "n", _fields.POSITIVE, where),
             split=_fields.get(data, "split", _fields.TEXT, where),
         )
+
+
+def average_budget(average_macs: str | float | Budget, full_macs: int) -> float:
+    """An average budget in macs; shares are of the full network's."""
+    wanted = parse_budget(average_macs)
+    if wanted.kind not in ("macs", "percent"):
+        raise UserError(f"average_macs={wanted.text!r}: must be macs such as 30M, or a share such as 40%")
+    return wanted.value if wanted.kind == "macs" else wanted.value * full_macs / 100
+
+
+def passed(costs: Sequence[float], asking: Sequence[float], confidence: Sequence[float]) -> list[float]:
+    """What an image costs that leaves at each exit: its answer there, and having asked exits before."""
+    asked = [cost * is_asked(needed) for cost, needed in zip(asking, confidence, strict=True)]
+    return [a + b for a, b in zip(itertools.accumulate(costs), itertools.accumulate((0, *asked)), strict=True)]
+
+
+def is_asked(confidence: float) -> bool:
+    """Can an image leave an exit that asks for this confidence?"""
+    return confidence <= 1.0
+
+
+def _read_asking(data: Mapping[str, Any], num: int, where: str) -> tuple[int, ...]:
+    """Nothing in files of earlier versions, whose stages answer as they run."""
+    if "asking" not in data:
+        return (0,) * num
+    return tuple(_fields.get(data, "asking", _fields.list_of(_fields.COUNT, num), where))
 
 
 def _read_threshold(row: Mapping[str, Any], num_exits: int, where: str) -> Threshold:
@@ -127,12 +162,22 @@ def _read_threshold(row: Mapping[str, Any], num_exits: int, where: str) -> Thres
 
 
 def stage_macs(config: MixtureConfig, point: OperatingPoint) -> dict[int, int]:
-    """Macs that each exit of a cascade adds to those of the exits before it, its classifier included."""
+    """What an answer at each exit of a cascade costs beyond one at the exit before it.
+
+    Classifiers of pixels run only where an exit is asked; those of images always, and so count once more at each exit.
+    """
     table = CostTable.of(config)
     edges: set[tuple[int, int]] = set()
     spent, before = {}, 0
     for number, exit in enumerate(reached_exits(config, table.lattice, point.exit, point.edges), start=1):
         edges |= table.lattice.exit_edges(exit, point.edges)
-        total = table.total(edges, number).macs
+        total = table.total(edges, 1 if config.task == "segmentation" else number).macs
         spent[exit], before = total - before, total
     return spent
+
+
+def asking_macs(config: MixtureConfig) -> int:
+    """Macs of asking an exit, for an image that goes on: those of a classifier of pixels."""
+    if config.task != "segmentation":
+        return 0
+    return CostTable.of(config).classifier.macs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from cnmm.pretrained import resolve
 IMAGE, PROBABILITIES, LOGITS = "image", "probabilities", "logits"
 """The tensor that enters a network, uint8 [N, H, W, C], and the one that leaves it, float32: probabilities
 [N, classes], or of segmentation the scores of every pixel, [N, classes, H, W]."""
+ANSWERS = (PROBABILITIES, LOGITS)
 
 
 def answer_of(task: str) -> str:
@@ -42,13 +43,17 @@ class NetworkFile:
     sha256: str
     inputs: tuple[str, ...] = (IMAGE,)
     outputs: tuple[str, ...] = (PROBABILITIES,)
-    """The answer, then the tensors that later stages read."""
+    """The answer, unless the head gives it, then the tensors that other files read."""
+    head: NetworkFile | None = None
+    """Of a stage: the file that makes its answer, which runs only if its exit is asked; None: the stage itself does."""
 
     @classmethod
-    def write(cls, path: Path, data: bytes, **tensors: tuple[str, ...]) -> NetworkFile:
-        """Writes the file; `tensors` are the inputs and outputs of a stage."""
+    def write(
+        cls, path: Path, data: bytes, *, inputs: tuple[str, ...] = (IMAGE,), outputs: tuple[str, ...] = (PROBABILITIES,)
+    ) -> NetworkFile:
+        """Writes the file."""
         write_atomically(path, data)
-        return cls(path=path, sha256=hashlib.sha256(data).hexdigest(), **tensors)
+        return cls(path=path, sha256=hashlib.sha256(data).hexdigest(), inputs=inputs, outputs=outputs)
 
     def read(self) -> bytes:
         """The file's bytes, if they are those that the manifest names, and name no other files."""
@@ -64,7 +69,8 @@ class NetworkFile:
         return data
 
     def to_dict(self) -> dict[str, Any]:
-        return {"file": self.path.name, "sha256": self.sha256, "inputs": self.inputs, "outputs": self.outputs}
+        own = {"file": self.path.name, "sha256": self.sha256, "inputs": self.inputs, "outputs": self.outputs}
+        return {**own, "head": self.head.to_dict()} if self.head else own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,7 @@ class Ladder:
 
     def files(self) -> tuple[NetworkFile, ...]:
         """All of its ONNX files."""
-        return (*self.networks.values(), *self.stages)
+        return (*self.networks.values(), *stage_files(self.stages))
 
     @property
     def title(self) -> str:
@@ -147,6 +153,11 @@ class Ladder:
             "lattice": self.lattice and self.lattice.to_dict(),
         }
         write_json(self.folder / LADDER_FILE, manifest)
+
+
+def stage_files(stages: Iterable[NetworkFile]) -> tuple[NetworkFile, ...]:
+    """All files of stages, in the order in which they can run."""
+    return tuple(file for stage in stages for file in (stage, stage.head) if file)
 
 
 def is_ladder(path: str | Path) -> bool:
@@ -251,14 +262,27 @@ def _read_stages(folder: Path, cascade: Mapping[str, Any], num: int, answer: str
     for number, entry in enumerate(entries):
         where = f"cascade.stages[{number}]"
         stage = _read_file(folder, entry, f"{where}.")
-        missing = [name for name in stage.inputs if name not in known]
-        if missing:
-            raise UserError(f"{where} reads {missing[0]!r}, which no earlier stage makes")
-        if stage.outputs[:1] != (answer,) or known & set(stage.outputs):
-            raise UserError(f"{where}.outputs must begin with {answer!r}, then new names")
-        known |= set(stage.outputs[1:])
+        _check_reads(stage, known, where)
+        given = _fields.get(entry, "head", _fields.or_null(_fields.OBJECT), f"{where}.")
+        made = stage.outputs if given else stage.outputs[1:]
+        if (not given and stage.outputs[0] != answer) or answer in made or known & set(stage.outputs):
+            begins = "must be" if given else f"must begin with {answer!r}, then"
+            raise UserError(f"{where}.outputs {begins} new names")
+        known |= set(made)
+        if given:
+            head = _read_file(folder, given, f"{where}.head.")
+            _check_reads(head, known, f"{where}.head")
+            if head.outputs != (answer,):
+                raise UserError(f"{where}.head.outputs must be {answer!r} alone")
+            stage = dataclasses.replace(stage, head=head)
         stages.append(stage)
     return tuple(stages)
+
+
+def _check_reads(file: NetworkFile, known: set[str], where: str) -> None:
+    missing = [name for name in file.inputs if name not in known]
+    if missing:
+        raise UserError(f"{where} reads {missing[0]!r}, which no earlier stage makes")
 
 
 def _read_file(folder: Path, entry: Mapping[str, Any], where: str) -> NetworkFile:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cnmm.cascade import Threshold
+from cnmm.cascade import Threshold, passed
 from cnmm.evaluation.calibrate import calibrate
 from cnmm.evaluation.quality import Choices, Meter, Quality, Task
 from peers.network import ExitCost, Peer
@@ -69,12 +69,14 @@ def early_exit_rows(costs: list[ExitCost], held_out: Choices, test: Choices | No
     rows = []
     for row in calibrate(held_out.confidence, held_out.worth, stages, held_out.quality):
         found = {"confidence": row.confidence, "validation": {"macs": row.average_macs, "quality": row.quality}}
-        rows.append(found | ({"test": spent(row, stages, test)} if test else {}))
+        asking = (0,) * (len(stages) - 1)
+        rows.append(found | ({"test": spent(row, stages, asking, test)} if test else {}))
     return rows
 
 
-def spent(row: Threshold, stages: Sequence[int], choices: Choices) -> dict[str, float]:
-    """Average macs and quality if images leave at these confidences."""
+def spent(row: Threshold, stages: Sequence[int], asking: Sequence[int], choices: Choices) -> dict[str, float]:
+    """Average macs and quality if images leave at these confidences; `stages` and `asking` as in a cascade."""
     sure = choices.confidence[:, :-1] >= np.array(row.confidence)
     leaves = np.concatenate([sure, np.ones((len(sure), 1), bool)], 1).argmax(1)
-    return {"macs": float(np.cumsum(stages)[leaves].mean()), "quality": choices.quality(leaves)}
+    macs = np.array(passed(stages, asking, row.confidence))
+    return {"macs": float(macs[leaves].mean()), "quality": choices.quality(leaves)}

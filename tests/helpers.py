@@ -157,7 +157,7 @@ def random_points(model, num, seed=0):
 
 def made_up_ladder(folder, model, names, *, cascade, confidence=0.5, **options):
     """A ladder of some points of any model; their qualities only order them by macs, and `cascade` names its own."""
-    from cnmm.cascade import Cascade, Threshold, stage_macs
+    from cnmm.cascade import Cascade, Threshold, asking_macs, stage_macs
     from cnmm.frontier import Frontier, FrontierPoint
 
     model.preprocessing = preprocessing(model.config)
@@ -177,13 +177,18 @@ def made_up_ladder(folder, model, names, *, cascade, confidence=0.5, **options):
         Threshold(
             confidence=(value,) * (len(staged) - 1),
             average_macs=float(macs),
-            quality=0.5,
-            exits=(1 / len(staged),) * len(staged),
+            quality=quality,
+            exits=exits,
         )
-        for value, macs in ((0.0, spent[0]), (confidence, sum(spent) / len(spent)), (1.1, spent[-1]))
+        for value, macs, exits, quality in (
+            (0.0, spent[0], (1.0, *(0.0,) * (len(staged) - 1)), 0.5),
+            (confidence, sum(spent) / len(spent), (1 / len(staged),) * len(staged), 0.5),
+            (1.1, spent[-1], (*(0.0,) * (len(staged) - 1), 1.0), 0.6),
+        )
     ]
     about = {"point": cascade, "metric": metric, "n": 1, "split": "none", "thresholds": tuple(rows)}
-    found = Cascade(exits=tuple(staged), macs=tuple(staged.values()), **about)
+    asking = (asking_macs(model.config),) * (len(staged) - 1)
+    found = Cascade(exits=tuple(staged), macs=tuple(staged.values()), asking=asking, **about)
     frontier = Frontier(model=model.config.name, full_macs=full, points=tuple(points), cascade=found)
     cnmm.export_ladder(model, frontier, folder, len(names), **options)
     return folder

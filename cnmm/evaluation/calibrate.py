@@ -8,20 +8,24 @@ Thresholds fit the images that they are found on. So they are found on all but a
 averages are the thresholds, smoother than any of the five, and each fifth says what the thresholds found without it are
 worth. Where spending more is worth less, and clearly so, the dearer thresholds are left out.
 
+Where asking an exit costs something, thresholds are found for every choice of at most `MOST_ASKED` exits to ask, and
+those are kept that are better than all cheaper ones: never worse than to leave at the same exit always.
+
 Shapes: N images, E exits, the last of which takes all that come; R rows of thresholds.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cnmm.cascade import Cascade, Threshold, stage_macs
+from cnmm.cascade import NEVER, Cascade, Threshold, asking_macs, passed, stage_macs
 from cnmm.cost import CostTable
 from cnmm.evaluation.batches import Batches
 from cnmm.evaluation.kept import Kept
@@ -33,8 +37,6 @@ from cnmm.prune import cutting_order
 
 Exits = npt.NDArray[np.intp]
 """At which exit each image leaves."""
-NEVER = 1.0 + 1e-6
-"""A confidence that no image reaches."""
 PRICES = (*np.geomspace(100, 1e-3, 51).tolist(), 0.0)
 """Of all stages' macs, in right answers per image."""
 LEVELS = 100
@@ -42,6 +44,10 @@ LEVELS = 100
 SWEEPS = 3
 GAP = 0.01
 """Average macs between two rows at most, as a part of all stages'."""
+MOST_ASKED = 2
+"""Exits that are asked on the way, where asking costs something."""
+PRECISION = 16
+"""Halvings of a path until a place on it is found."""
 FOLDS = 5
 CLEARLY = 1.0
 """Standard errors by which cheaper thresholds must be better than dearer ones to replace them."""
@@ -95,51 +101,125 @@ def _measured(
     kept: Kept,
     on_images: Callable[[OperatingPoint, int], None],
 ) -> Cascade:
-    macs = stage_macs(model.config, point)
     choices = task_of(model.config).choices(model.config.num_classes, metric)
     with torch.no_grad():
         for _, (images, target) in kept.sweep(batches, choices.state, choices.restore):
             choices.add(list(model.forward_exits(images, point).values()), target)
             on_images(point, len(images))
-    return calibrated(point.name, macs, choices, metric, split)
-
-
-def calibrated(point: str, macs: Mapping[int, int], choices: Choices, metric: str, split: str) -> Cascade:
-    """The cascade of a point by what its exits answered; `macs`: of the stage of each exit."""
-    rows = calibrate(choices.confidence, choices.worth, tuple(macs.values()), choices.quality)
+    macs = stage_macs(model.config, point)
+    asking = (asking_macs(model.config),) * (len(macs) - 1)
     return Cascade(
-        point=point,
+        point=point.name,
         exits=tuple(macs),
         macs=tuple(macs.values()),
-        thresholds=rows,
+        asking=asking,
+        thresholds=calibrated(choices, tuple(macs.values()), asking),
         metric=metric,
         n=len(choices.confidence),
         split=split,
     )
 
 
+def calibrated(choices: Choices, macs: Sequence[int], asking: Sequence[int]) -> tuple[Threshold, ...]:
+    """Thresholds by what exits answered."""
+    return calibrate(choices.confidence, choices.worth, macs, choices.quality, asking)
+
+
 def calibrate(
-    confidence_NE: Floats, worth_NE: Floats, macs: Sequence[int], quality: Callable[[Exits], float] | None = None
+    confidence_NE: Floats,
+    worth_NE: Floats,
+    macs: Sequence[int],
+    quality: Callable[[Exits], float] | None = None,
+    asking: Sequence[int] = (),
 ) -> tuple[Threshold, ...]:
     """Thresholds from "leave at once" on, with what they spend on these images, cheapest first: more is never worse.
 
-    No exit asks for less where more may be spent. `worth_NE` is what answers are worth; `macs` are those of each stage;
-    `quality` measures where images leave, by the mean worth of the answers they leave with unless told. The quality of
-    a row is that of images on which its thresholds were not found.
+    `worth_NE` is what answers are worth; `macs` and `asking` are those of a cascade; `quality` measures where images
+    leave, by the mean worth of the answers they leave with unless told. The quality of a row is that of images on which
+    its thresholds were not found. Unless asking costs something, no exit asks for less where more may be spent.
     """
-    count = _Count(confidence_NE, worth_NE.astype(np.float64), np.cumsum(macs), quality)
-    folds = _folds(len(confidence_NE))
+    last, asking = len(macs) - 1, asking or (0,) * (len(macs) - 1)
+    worth_NE = worth_NE.astype(np.float64)
+
+    def worth(row: _Row) -> Floats:
+        found: Floats = worth_NE[np.arange(len(worth_NE)), row.leaves]
+        return found
+
+    def measured(row: _Row) -> float:
+        return quality(row.leaves) if quality else float(worth(row).mean())
+
+    rows = []
+    for asked in _choices_of(last) if any(asking) else [tuple(range(last))]:
+        columns = [*asked, last]
+        costs = passed(macs, asking, [0.0 if exit in asked else NEVER for exit in range(last)])
+        count = _Count(confidence_NE[:, columns], worth_NE[:, columns], np.array(costs)[columns])
+        rows += _rows(count, np.array(columns), len(macs), by_macs=any(asking))
+    if any(asking):
+        rows = _better_and_better([row.spending(macs, asking) for row in rows], measured)
+    kept = [rows[number] for number in _worthwhile(np.stack([worth(row) for row in rows]))]
+    values = _rising([measured(row) for row in kept])
+    return tuple(replace(row.threshold, quality=value) for row, value in zip(kept, values, strict=True))
+
+
+def _choices_of(exits: int) -> list[tuple[int, ...]]:
+    """The exits that may be asked."""
+    return [asked for num in range(MOST_ASKED + 1) for asked in itertools.combinations(range(exits), num)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    threshold: Threshold
+    leaves: Exits
+    """Where images leave by thresholds that were found without them."""
+
+    @property
+    def macs(self) -> float:
+        return self.threshold.average_macs
+
+    def spending(self, macs: Sequence[int], asking: Sequence[int]) -> _Row:
+        """The same, and exits that no image can leave are not paid for."""
+        costs = passed(macs, asking, self.threshold.confidence)
+        return _Row(replace(self.threshold, average_macs=float(np.dot(self.threshold.exits, costs))), self.leaves)
+
+
+def _rows(count: _Count, exits: Exits, num_exits: int, *, by_macs: bool) -> list[_Row]:
+    """Thresholds of some exits of a cascade, cheapest first, their quality still to be measured.
+
+    `by_macs`: thresholds that are found without an image are those that spend as much, instead of those at the same
+    place of their path. Where rows of several choices compete, what spends more than it says must not win.
+    """
+    num = len(count.confidence_NE)
+    folds = _folds(num)
     paths = [count.only(~fold).path() if len(folds) > 1 else count.path() for fold in folds]
+    parts = [(count.only(fold), count.only(~fold) if len(folds) > 1 else count) for fold in folds]
     path = np.mean(paths, 0)
-    places = count.places(path)
-    leaves_RN = np.empty((len(places), len(confidence_NE)), np.intp)
-    for fold, own in zip(folds, paths, strict=True):
-        part = count.only(fold)
-        for row, place in enumerate(places):
-            leaves_RN[row, fold] = part.leaves(_at(own, place))
-    kept = _worthwhile(np.take_along_axis(count.worth_NE, leaves_RN.T, 1).T)
-    values = _rising([count.quality(leaves_RN[row]) for row in kept])
-    return tuple(count.row(_at(path, places[row]), value) for row, value in zip(kept, values, strict=True))
+    rows = []
+    for place in count.places(path):
+        leaves, spends = np.empty(num, np.intp), count.spends(_at(path, place))
+        for fold, (part, others), own in zip(folds, parts, paths, strict=True):
+            leaves[fold] = exits[part.leaves(_at(own, others.place(own, spends) if by_macs else place))]
+        confidence = np.full(num_exits, NEVER)
+        confidence[exits[:-1]] = _at(path, place)
+        spread = np.bincount(exits[count.leaves(_at(path, place))], minlength=num_exits) / num
+        threshold = Threshold(
+            confidence=tuple(confidence[:-1].tolist()),
+            average_macs=count.spends(_at(path, place)),
+            quality=0.0,
+            exits=tuple(spread.tolist()),
+        )
+        rows.append(_Row(threshold, leaves))
+    return rows
+
+
+def _better_and_better(rows: list[_Row], quality: Callable[[_Row], float]) -> list[_Row]:
+    """The rows that are better than all cheaper ones, cheapest first, up to the first one: all images go to the end."""
+    end = rows[0]
+    kept, best = [], -np.inf
+    for row in sorted((row for row in rows if row.macs < end.macs), key=lambda row: row.macs):
+        if (found := quality(row)) > best:
+            best = found
+            kept.append(row)
+    return [*kept, end]
 
 
 def _folds(num: int) -> list[npt.NDArray[np.bool_]]:
@@ -191,29 +271,14 @@ class _Count:
         self,
         confidence_NE: Floats,
         worth_NE: Floats,
-        passed: npt.NDArray[np.int64],
-        quality: Callable[[Exits], float] | None = None,
+        passed: Floats,
     ) -> None:
         self.confidence_NE, self.worth_NE, self.passed = confidence_NE, worth_NE, passed
-        self.quality = quality or self._mean_worth
         self.order_NE = np.argsort(confidence_NE, 0, kind="stable")
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> _Count:
         """The same for some of the images."""
         return _Count(self.confidence_NE[chosen], self.worth_NE[chosen], self.passed)
-
-    def _mean_worth(self, leaves: Exits) -> float:
-        return float(self.worth_NE[np.arange(len(leaves)), leaves].mean())
-
-    def row(self, confidence: Floats, quality: float) -> Threshold:
-        """What these confidences spend."""
-        leaves, (num, exits) = self.leaves(confidence), self.worth_NE.shape
-        return Threshold(
-            confidence=tuple(confidence.tolist()),
-            average_macs=self.spends(confidence),
-            quality=quality,
-            exits=tuple((np.bincount(leaves, minlength=exits) / num).tolist()),
-        )
 
     def spends(self, confidence: Floats) -> float:
         """Average macs."""
@@ -248,6 +313,16 @@ class _Count:
                     confidence[exit] = _best_level(sure[order], (goes_on - worth_NE[:, exit])[order])
                 goes_on = np.where(sure >= confidence[exit], worth_NE[:, exit], goes_on)
         return confidence
+
+    def place(self, path: Floats, macs: float) -> float:
+        """The place of a path, up to a little, before which it spends so many macs on average or less."""
+        low, high = 0.0, len(path) - 1.0
+        if self.spends(path[-1]) <= macs:
+            return high
+        for _ in range(PRECISION):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.spends(_at(path, middle)) <= macs else (low, middle)
+        return low
 
     def places(self, path: Floats) -> list[float]:
         """Places of a path, as corner and part of the way to the next, whose average macs rise in small steps."""

@@ -180,8 +180,8 @@ class _Choices(Stacked):
         return worth
 
     def quality(self, leaves: npt.NDArray[np.intp]) -> float:
-        counts = self.counts_NE3K[torch.arange(len(leaves)), torch.from_numpy(leaves)]
-        return metric_values(counts.sum(0))[self.metric].item()
+        total_3K = self.counts_NE3K.numpy()[np.arange(len(leaves)), leaves].sum(0)
+        return metric_values(torch.from_numpy(total_3K))[self.metric].item()
 
 
 def image_confidence(logits: Tensor) -> Tensor:

@@ -112,20 +112,40 @@ class Graph:
 
     def stages(self) -> list[tuple[Step, ...]]:
         """The steps that each exit needs beyond those of the exits before it."""
-        made = {step.name: step for step in self.steps}
         done: set[str] = set()
         stages = []
         for exit in self.exits:
-            needed: set[str] = set()
-            pending = [f"logits{exit}"]
-            while pending:
-                name = pending.pop()
-                if name != IMAGE and name not in done | needed:
-                    needed.add(name)
-                    pending.extend(made[name].inputs)
+            needed = self._needed(exit) - done
             stages.append(tuple(step for step in self.steps if step.name in needed))
             done |= needed
         return stages
+
+    def heads(self) -> list[tuple[Step, ...]]:
+        """Of each stage the steps that no later one needs, and so nobody if this exit is not asked.
+
+        Empty for the last exit, which is asked by all who come so far, and where an answer costs next to nothing: a
+        classifier of images is one small matrix.
+        """
+        if self.config.task != "segmentation":
+            return [()] * len(self.exits)
+        heads = []
+        for number, steps in enumerate(self.stages()):
+            later: set[str] = set().union(*(self._needed(exit) for exit in self.exits[number + 1 :]))
+            head = tuple(step for step in steps if step.name not in later)
+            heads.append(head if len(head) < len(steps) else ())
+        return heads
+
+    def _needed(self, exit: int) -> set[str]:
+        """Names of all steps on the way to an exit's answer."""
+        made = {step.name: step for step in self.steps}
+        needed: set[str] = set()
+        pending = [f"logits{exit}"]
+        while pending:
+            name = pending.pop()
+            if name != IMAGE and name not in needed:
+                needed.add(name)
+                pending.extend(made[name].inputs)
+        return needed
 
 
 def point_graph(config: MixtureConfig, point: OperatingPoint) -> Graph:

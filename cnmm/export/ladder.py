@@ -149,7 +149,7 @@ class _Maker:
     def stages(self, cascade: Cascade) -> tuple[Cascade, list[StageBytes]]:
         """The cascade as it is written, and its files."""
         network = slim_cascade(settled(self.model, self.frontier, cascade.point), cascade.point)
-        cascade = cascade.with_macs(tuple(written_stage_macs(network.graph).values()))
+        cascade = cascade.with_macs(*written_stage_macs(network.graph))
         files = stage_files(network, self.about, self.calibration, self.any_size)
         if self.calibration is not None and self.validation is not None:
             cascade = measured_again(cascade, files, self.validation(), self.model.config)
@@ -169,4 +169,9 @@ def _lattice(model: Mixture, points: Sequence[FrontierPoint], cascade: Cascade |
 
 def _write(folder: Path, file: StageBytes) -> NetworkFile:
     path = folder / f"stage{file.exit}.onnx"
-    return NetworkFile.write(path, file.data, inputs=file.inputs, outputs=file.outputs)
+    stage = NetworkFile.write(path, file.data, inputs=file.inputs, outputs=file.outputs)
+    if file.head is None:
+        return stage
+    path = folder / f"head{file.exit}.onnx"
+    head = NetworkFile.write(path, file.head.data, inputs=file.head.inputs, outputs=file.head.outputs)
+    return replace(stage, head=head)

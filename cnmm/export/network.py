@@ -28,7 +28,7 @@ from cnmm.export.onnx_writer import onnx_model, onnx_stages
 from cnmm.export.quantise import image_batches, quantised
 from cnmm.export.slim import SlimNetwork, costs
 from cnmm.frontier import FrontierPoint, metric_words
-from cnmm.ladder import IMAGE
+from cnmm.ladder import ANSWERS, IMAGE
 from cnmm.mixture import Mixture
 
 ExportPrecision = Literal["float32", "int8"]
@@ -120,12 +120,12 @@ def calibrating(images: Images | None) -> Images:
 
 def stage_bytes(
     network: SlimNetwork, preprocessing: Preprocessing, *, any_size: bool = False, **metadata: object
-) -> list[bytes]:
-    """The stages of a cascade as checked ONNX files, one for each exit."""
+) -> list[tuple[bytes, bytes | None]]:
+    """The stages of a cascade as checked ONNX files, one for each exit, or two: `onnx_stages`."""
     with _needs_onnx():
         models = onnx_stages(network.graph, _tensors(network), preprocessing, any_size=any_size, **metadata)
-    stages = [model.SerializeToString() for model in models]
-    _check(stages, network, preprocessing, any_size)
+    stages = [(stage.SerializeToString(), head and head.SerializeToString()) for stage, head in models]
+    _check([file for stage in stages for file in stage if file], network, preprocessing, any_size)
     return stages
 
 
@@ -146,7 +146,8 @@ def _check(files: Sequence[bytes], network: SlimNetwork, preprocessing: Preproce
         x = (torch.from_numpy(images).permute(0, 3, 1, 2).float() - mean) / std
         with torch.no_grad():
             expected = list(network.forward_exits(x).values())
-        for answer, wanted in zip(walk(sessions, {IMAGE: images}), expected[-len(sessions) :], strict=True):
+        answers = list(walk(sessions, {IMAGE: images}))
+        for answer, wanted in zip(answers, expected[-len(answers) :], strict=True):
             found = answer.softmax(1) if segments else answer
             worst = float((found - wanted.softmax(1)).abs().max())
             if not worst <= TOLERANCE:
@@ -157,12 +158,13 @@ def _check(files: Sequence[bytes], network: SlimNetwork, preprocessing: Preproce
 
 
 def walk(sessions: Iterable[Any], made: dict[str, npt.NDArray[Any]]) -> Iterator[Tensor]:
-    """The answer of one file after the other; what a file makes for later ones joins what was `made` before."""
+    """The answers of files that run one after the other; what they make for later ones joins what was `made` before."""
     for session in sessions:
         names = [output.name for output in session.get_outputs()]
         feed = {source.name: made[source.name] for source in session.get_inputs()}
         made.update(zip(names, session.run(names, feed), strict=True))
-        yield torch.from_numpy(made.pop(names[0]))
+        if names[0] in ANSWERS:
+            yield torch.from_numpy(made.pop(names[0]))
 
 
 def open_onnx(data: bytes, threads: int = 1) -> Any:

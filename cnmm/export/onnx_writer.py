@@ -8,6 +8,7 @@ zero.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,19 +33,28 @@ def onnx_model(
     graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, *, any_size: bool = False, **metadata: object
 ) -> Any:
     """The whole graph as one model: the answer of its last exit. `any_size`: images may have any height and width."""
-    return _Writer(graph, tensors, about, any_size).model(graph.steps, graph.exits[-1], [], metadata)
+    return _Writer(graph, tensors, about, any_size).model(graph.steps, metadata, exit=graph.exits[-1])
 
 
 def onnx_stages(
     graph: Graph, tensors: Mapping[str, Array], about: Preprocessing, *, any_size: bool = False, **metadata: object
-) -> list[Any]:
-    """One model per exit. Each reads what earlier ones made and gives what later ones read."""
+) -> list[tuple[Any, Any | None]]:
+    """One model per exit, and another one for its answer where that is worth leaving out (`Graph.heads`).
+
+    Each reads what earlier ones made and gives what later ones read.
+    """
+
+    def writer() -> _Writer:
+        return _Writer(graph, tensors, about, any_size)
+
     models, stages = [], graph.stages()
-    for number, (steps, exit) in enumerate(zip(stages, graph.exits, strict=True)):
-        later = {name for stage in stages[number + 1 :] for step in stage for name in step.inputs}
+    for number, (stage, head, exit) in enumerate(zip(stages, graph.heads(), graph.exits, strict=True)):
+        steps = [step for step in stage if step not in head]
+        later = {name for step in (*head, *itertools.chain(*stages[number + 1 :])) for name in step.inputs}
         carried = [step.name for step in steps if step.name in later]
-        writer = _Writer(graph, tensors, about, any_size)
-        models.append(writer.model(steps, exit, carried, {**metadata, "exit": exit}))
+        said = {**metadata, "exit": exit}
+        first = writer().model(steps, said, exit=None if head else exit, carried=carried)
+        models.append((first, writer().model(head, said, exit=exit) if head else None))
     return models
 
 
@@ -56,7 +66,15 @@ class _Writer:
         self.constants: dict[str, Array] = {}
         self.sizes: dict[int, str] = {}  # by halvings: names of heights and widths that follow from the image's
 
-    def model(self, steps: Sequence[Step], exit: int, carried: Sequence[str], metadata: Mapping[str, object]) -> Any:
+    def model(
+        self,
+        steps: Sequence[Step],
+        metadata: Mapping[str, object],
+        *,
+        exit: int | None = None,
+        carried: Sequence[str] = (),
+    ) -> Any:
+        """Gives the answer of an exit, if one is named, and the tensors that are carried to other models."""
         from onnx import TensorProto, helper
 
         made = {step.name for step in steps}
@@ -66,7 +84,7 @@ class _Writer:
         scores, answer = f"logits{exit}", LOGITS if self.segments else PROBABILITIES
         for step in steps:
             self._write(step, answer if self.segments and step.name == scores else step.name)
-        if not self.segments:
+        if exit is not None and not self.segments:
             self._node("Softmax", [scores], answer, axis=1)
         if self.sizes:
             sources.add(IMAGE)
@@ -74,7 +92,9 @@ class _Writer:
         if IMAGE in sources:
             shape = ["N", *self._sides(IMAGE, self.about.size), self.graph.config.in_chans]
             inputs.insert(0, helper.make_tensor_value_info(IMAGE, TensorProto.UINT8, shape))
-        outputs = [self._floats(answer, scores), *(self._floats(name, name) for name in carried)]
+        outputs = [self._floats(name, name) for name in carried]
+        if exit is not None:
+            outputs.insert(0, self._floats(answer, scores))
         constants = [_constant(name, value) for name, value in self.constants.items()]
         model = helper.make_model(
             helper.make_graph(self.nodes, self.graph.point.name, inputs, outputs, constants),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -29,11 +29,16 @@ class StageBytes:
     data: bytes
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    head: StageBytes | None = None
+    """What answers, where that is a file of its own."""
 
 
-def written_stage_macs(graph: Graph) -> dict[int, int]:
-    """Macs of each written stage, by the exit that it ends at."""
-    return {exit: graph.cost_of(steps).macs for exit, steps in zip(graph.exits, graph.stages(), strict=True)}
+def written_stage_macs(graph: Graph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What an answer at each exit costs beyond one at the exit before it; and asking each exit but the last."""
+    stages = [graph.cost_of(steps).macs for steps in graph.stages()]
+    heads = [graph.cost_of(steps).macs for steps in graph.heads()]
+    macs = [max(0, own - before) for own, before in zip(stages, (0, *heads), strict=False)]
+    return tuple(macs), tuple(heads[:-1])
 
 
 def stage_files(
@@ -43,20 +48,25 @@ def stage_files(
     files = stage_bytes(network, about, any_size=any_size, precision="float32" if calibration is None else "int8")
     if calibration is not None:
         files = _quantised(files, calibration)
-    return [_described(exit, data) for exit, data in zip(network.graph.exits, files, strict=True)]
+    return [
+        replace(_described(exit, data), head=_described(exit, head) if head else None)
+        for exit, (data, head) in zip(network.graph.exits, files, strict=True)
+    ]
 
 
-def _quantised(files: Sequence[bytes], images: Images) -> list[bytes]:
-    """Each stage as int8, whose ranges are learned on what the int8 stages before it make of the images."""
-    done: list[bytes] = []
-    for data in files:
-        needed = [source.name for source in open_onnx(data).get_inputs()]
-        done.append(quantised(data, _feeds(done, images, needed)))
+def _quantised(files: Sequence[tuple[bytes, bytes | None]], images: Images) -> list[tuple[bytes, bytes | None]]:
+    """Each file as int8, whose ranges are learned on what the int8 stages before it make of the images."""
+    done: list[tuple[bytes, bytes | None]] = []
+    for data, head in files:
+        before = [stage for stage, _ in done]
+        data = quantised(data, _feeds(before, images, data))
+        done.append((data, head and quantised(head, _feeds([*before, data], images, head))))
     return done
 
 
-def _feeds(files: Sequence[bytes], images: Images, needed: Sequence[str]) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    sessions = [open_onnx(data) for data in files]
+def _feeds(files: Sequence[bytes], images: Images, reader: bytes) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """What a file reads of what others make."""
+    sessions, needed = [open_onnx(data) for data in files], [source.name for source in open_onnx(reader).get_inputs()]
     for made in image_batches(images):
         for _ in walk(sessions, made):
             pass
@@ -75,12 +85,12 @@ def measured_again(
     cascade: Cascade, files: Sequence[StageBytes], batches: Iterable[LabelledImages], config: MixtureConfig
 ) -> Cascade:
     """The cascade with thresholds for what its files answer about images with labels."""
-    sessions = [open_onnx(file.data) for file in files]
+    sessions = [open_onnx(each.data) for file in files for each in (file, file.head) if each]
     choices = task_of(config).choices(config.num_classes, cascade.metric)
     for images, labels in batches:
         answers = list(walk(sessions, {IMAGE: images}))
         if config.task == "classification":  # the files give probabilities, and scores are asked for
             answers = [answer.clamp_min(1e-30).log() for answer in answers]
         choices.add(answers, torch.from_numpy(labels))
-    macs = dict(zip(cascade.exits, cascade.macs, strict=True))
-    return calibrated(cascade.point, macs, choices, cascade.metric, cascade.split)
+    rows = calibrated(choices, cascade.macs, cascade.asking)
+    return replace(cascade, thresholds=rows, n=len(choices.confidence))

@@ -14,6 +14,7 @@ from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._machine import machine
 from cnmm.ladder import read_ladder
+from cnmm.runtime.early_exit import steps
 from cnmm.runtime.engines import Images
 from cnmm.runtime.latency import (
     RUNTIMES,
@@ -118,6 +119,7 @@ def time_session(
         )
         for point in session.points
     ]
+    stages, asking = _time_stages(session)
     return Measurement(
         machine=machine(),
         runtime=session.runtime,
@@ -126,27 +128,32 @@ def time_session(
         threads=session.threads,
         batch=batch,
         points=tuple(points),
-        stages=_time_stages(session),
+        stages=stages,
+        asking=asking,
     )
 
 
-def _time_stages(session: Session) -> tuple[Timing, ...]:
+def _time_stages(session: Session) -> tuple[tuple[Timing, ...], tuple[Timing, ...]]:
     """What an image takes that leaves at an exit is the sum up to it; so its label map counts with the first stage."""
     cascade = session.cascade
     if cascade is None:
-        return ()
-    times = session.time_stages(_noise(session, 1), repeats=100)
-    times[0] = [ms + session.finishing_ms for ms in times[0]]
-    return tuple(
-        Timing(
-            point=f"stage {exit}",
-            macs=macs,
-            median_ms=percentile(own, 50),
-            p95_ms=percentile(own, 95),
-            n=len(own),
-        )
-        for exit, macs, own in zip(cascade.exits, cascade.macs, times, strict=True)
-    )
+        return (), ()
+    stages, answers = session.time_stages(_noise(session, 1), repeats=100)
+    stages[0] = [ms + session.finishing_ms for ms in stages[0]]
+    parts = {
+        percent: [[percentile(own, percent) for own in times] for times in (stages, answers)] for percent in (50, 95)
+    }
+    median_ms, p95_ms = (steps(*part) for part in parts.values())
+    n = len(stages[0])
+    timed = [
+        Timing(point=f"stage {exit}", macs=macs, median_ms=median, p95_ms=p95, n=n)
+        for exit, macs, median, p95 in zip(cascade.exits, cascade.macs, median_ms, p95_ms, strict=True)
+    ]
+    asked = [
+        Timing(point=f"exit {exit}", macs=macs, median_ms=median, p95_ms=p95, n=n)
+        for exit, macs, median, p95 in zip(cascade.exits, cascade.asking, parts[50][1], parts[95][1], strict=False)
+    ]
+    return tuple(timed), tuple(asked)
 
 
 def _noise(session: Session, batch: int) -> Images:

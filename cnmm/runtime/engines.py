@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,16 +20,19 @@ import numpy.typing as npt
 from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._files import scratch_folder
-from cnmm.ladder import IMAGE, LOGITS, NetworkFile
+from cnmm.ladder import ANSWERS, IMAGE, LOGITS, NetworkFile, stage_files
 from cnmm.runtime.latency import PACKAGES, RUNTIMES
 from cnmm.runtime.nchwc import without_conversions
 
 Images = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
-Walk = Generator[Floats, Indices | None, None]
-"""Yields the answers of each stage, probabilities [n, classes] or scores of pixels [n, classes, H, W], which are only
-lent until the walk goes on or ends; is sent the rows that go on, or None for all of them."""
+Ask = Callable[[], Floats]
+"""Gives the answers of an exit, probabilities [n, classes] or scores of pixels [n, classes, H, W], which are only lent
+until the walk goes on or ends. Where they cost something, they are made by the call."""
+Walk = Generator[Ask, Indices | None, None]
+"""Runs a stage and yields what answers at its exit, to be called or not; is sent the rows that go on, or None for all
+of them."""
 
 MOST_THREADS = 256
 CHUNK_PIXELS = 16384
@@ -130,31 +134,33 @@ class OnnxRuntime:
         _share_arena(self._ort)
 
     def chain(self, stages: Sequence[NetworkFile]) -> Chain:
-        sessions = [self._session(stage, self._options()) for stage in stages]
-        chain = _OnnxChain(stages, sessions, self._image_shape)
+        files = stage_files(stages)
+        chain = _OnnxChain(stages, [self._session(file, self._options()) for file in files], self._image_shape)
         if len(stages) > 1:
             with suppress(Exception):  # whatever it is: without it, stages are slower and as right
                 chain = self._without_conversions(stages, chain)
-        for _ in chain.walk(np.zeros((self.chunk, *self._image_shape), np.uint8)):
-            pass
+        for ask in chain.walk(np.zeros((self.chunk, *self._image_shape), np.uint8)):
+            ask()
         return chain
 
     def _without_conversions(self, stages: Sequence[NetworkFile], chain: _OnnxChain) -> _OnnxChain:
         """The same chain, whose stages hand over maps in onnxruntime's own layout."""
-        optimised = []
+        optimised, files = [], stage_files(stages)
         with scratch_folder() as folder:
-            for number, stage in enumerate(stages):
-                file = folder / f"{number}.onnx"
-                self._session(stage, self._options(file))
-                optimised.append(file.read_bytes())
+            for number, file in enumerate(files):
+                path = folder / f"{number}.onnx"
+                self._session(file, self._options(path))
+                optimised.append(path.read_bytes())
         final = self._options()
         final.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        files = without_conversions(optimised, (IMAGE, *(stage.outputs[0] for stage in stages)))
-        sessions = [self._ort.InferenceSession(data, final, providers=PROVIDERS) for data in files]
+        # Heads begin with resizing, which onnxruntime does in the plain layout.
+        plain = {IMAGE, *ANSWERS, *(name for stage in stages if stage.head for name in stage.head.inputs)}
+        quicker = without_conversions(optimised, plain)
+        sessions = [self._ort.InferenceSession(data, final, providers=PROVIDERS) for data in quicker]
         faster = _OnnxChain(stages, sessions, self._image_shape)
         image = np.random.default_rng(0).integers(0, 256, (1, *self._image_shape), np.uint8)
-        answers = zip(chain.walk(image), faster.walk(image), strict=True)
-        return faster if all(np.allclose(old, new, atol=1e-6) for old, new in answers) else chain
+        asked = zip(chain.walk(image), faster.walk(image), strict=True)
+        return faster if all(np.allclose(old(), new(), atol=1e-6) for old, new in asked) else chain
 
     def _options(self, optimised: Path | None = None) -> Any:
         """`optimised`: where to leave the network as onnxruntime has optimised it for this machine."""
@@ -180,7 +186,9 @@ class _OnnxChain:
     def __init__(
         self, stages: Sequence[NetworkFile], sessions: Sequence[Any], image_shape: tuple[int, int, int]
     ) -> None:
-        self._stages = tuple(zip(stages, sessions, strict=True))
+        """`sessions`: of the files of all stages, heads among them."""
+        self._stages = tuple(stages)
+        self._sessions = dict(zip(stage_files(stages), sessions, strict=True))
         self._carried = tuple(_carried(stages, number) for number in range(1, len(stages) + 1))
         self._lane_is_free = threading.Lock()
         self._bind(np.zeros((1, *image_shape), np.uint8))
@@ -189,19 +197,31 @@ class _OnnxChain:
         """A fixed place for every tensor of one image: no copies between stages, and less to do per call."""
         tensors: dict[str, npt.NDArray[Any]] = {IMAGE: image}
         self._image, self._lane = image, []
-        for stage, session in self._stages:
-            with _refusing(stage, "onnxruntime"):
-                made = session.run(list(stage.outputs), {name: tensors[name] for name in stage.inputs})
-                outputs = {name: np.array(value) for name, value in zip(stage.outputs, made, strict=True)}
-                binding = session.io_binding()
-                for name in stage.inputs:
-                    _point_to(binding.bind_input, name, tensors[name])
-                for name, value in outputs.items():
-                    _point_to(binding.bind_output, name, value)
-                session.run_with_iobinding(binding)
-            tensors |= outputs
-            self._lane.append((session, binding, outputs[stage.outputs[0]]))
+        for stage in self._stages:
+            run = self._bound(stage, tensors)
+            self._lane.append((run, self._bound(stage.head, tensors) if stage.head else None))
         self._tensors = tensors  # the bindings know only addresses
+
+    def _bound(self, file: NetworkFile, tensors: dict[str, npt.NDArray[Any]]) -> Ask:
+        """Runs a file and hands out the first tensor that it makes."""
+        session = self._sessions[file]
+        with _refusing(file, "onnxruntime"):
+            made = session.run(list(file.outputs), {name: tensors[name] for name in file.inputs})
+            outputs = {name: np.array(value) for name, value in zip(file.outputs, made, strict=True)}
+            binding = session.io_binding()
+            for name in file.inputs:
+                _point_to(binding.bind_input, name, tensors[name])
+            for name, value in outputs.items():
+                _point_to(binding.bind_output, name, value)
+            session.run_with_iobinding(binding)
+        tensors |= outputs
+        first = outputs[file.outputs[0]]
+
+        def run() -> Floats:
+            session.run_with_iobinding(binding)
+            return _lent(first)
+
+        return run
 
     def walk(self, images: Images) -> Walk:
         if images.shape != self._image.shape or not self._lane_is_free.acquire(blocking=False):
@@ -209,20 +229,29 @@ class _OnnxChain:
             return
         try:
             self._image[...] = images
-            for session, binding, answers in self._lane:
-                session.run_with_iobinding(binding)
-                yield _lent(answers)
+            for run, head in self._lane:
+                found = run()
+                yield head or _giving(found)
         finally:
             self._lane_is_free.release()
 
     def _walk_anywhere(self, images: Images) -> Walk:
         """With tensors of its own: for several images, another size, or while another thread is in the lane."""
         tensors: dict[str, npt.NDArray[Any]] = {IMAGE: images}
-        for (stage, session), carried in zip(self._stages, self._carried, strict=True):
-            outputs = session.run(list(stage.outputs), {name: tensors[name] for name in stage.inputs})
-            tensors |= zip(stage.outputs, outputs, strict=True)
-            keep = yield tensors[stage.outputs[0]]
+
+        def run(file: NetworkFile) -> Floats:
+            outputs = self._sessions[file].run(list(file.outputs), {name: tensors[name] for name in file.inputs})
+            tensors.update(zip(file.outputs, outputs, strict=True))
+            return tensors[file.outputs[0]]
+
+        for stage, carried in zip(self._stages, self._carried, strict=True):
+            found = run(stage)
+            keep = yield partial(run, stage.head) if stage.head else _giving(found)
             tensors = {name: tensors[name] if keep is None else tensors[name][keep] for name in carried}
+
+
+def _giving(answers: Floats) -> Ask:
+    return lambda: answers
 
 
 def _lent(answers: Floats) -> Floats:
@@ -233,7 +262,7 @@ def _lent(answers: Floats) -> Floats:
 def _carried(stages: Sequence[NetworkFile], done: int) -> tuple[str, ...]:
     """Tensors that the first `done` stages made and later ones read."""
     made = {IMAGE, *(name for stage in stages[:done] for name in stage.outputs)}
-    return tuple(sorted(made & {name for stage in stages[done:] for name in stage.inputs}))
+    return tuple(sorted(made & {name for file in stage_files(stages[done:]) for name in file.inputs}))
 
 
 def _point_to(bind: Any, name: str, tensor: npt.NDArray[Any]) -> None:
@@ -268,23 +297,23 @@ class OpenVino:
         }
 
     def chain(self, stages: Sequence[NetworkFile]) -> Chain:
-        requests = [self._request(stage) for stage in stages]
+        requests = {file: self._request(file) for file in stage_files(stages)}
         image = np.zeros((1, *self._image_shape), np.uint8)
         if self._any_size:
             return _AnySizeChain(self._openvino.Tensor, stages, requests, image)
         tensors: dict[str, Any] = {}
-        answers = []
-        for stage, request in zip(stages, requests, strict=True):
-            with _refusing(stage, "OpenVINO"):
-                for name in stage.inputs:
+        asks: dict[NetworkFile, Ask] = {}
+        for file, request in requests.items():
+            with _refusing(file, "OpenVINO"):
+                for name in file.inputs:
                     if name in tensors:
                         request.set_tensor(name, tensors[name])
-                tensors |= {name: request.get_tensor(name) for name in (*stage.inputs, *stage.outputs)}
-                answers.append((request, tensors[stage.outputs[0]].data))
+                tensors |= {name: request.get_tensor(name) for name in (*file.inputs, *file.outputs)}
+            asks[file] = _running(request, tensors[file.outputs[0]].data)
         place: Images = tensors[IMAGE].data
         if place.shape != image.shape:
             raise UserError(f"{stages[0].path}: takes {place.shape[1:]}, the manifest says {self._image_shape}")
-        return _OpenVinoChain(answers, place)
+        return _OpenVinoChain([(asks[stage], asks[stage.head] if stage.head else None) for stage in stages], place)
 
     def _request(self, stage: NetworkFile) -> Any:
         data = stage.read()
@@ -348,40 +377,59 @@ def _join_channels_last(model: Any) -> None:
     model.validate_nodes_and_infer_types()
 
 
+def _running(request: Any, first: Floats) -> Ask:
+    """Runs a request and hands out the first tensor that it makes."""
+
+    def run() -> Floats:
+        request.infer(share_outputs=True)
+        return _lent(first)
+
+    return run
+
+
 class _OpenVinoChain:
-    def __init__(self, requests: Sequence[tuple[Any, Floats]], image: Images) -> None:
-        self._requests = tuple(requests)
+    def __init__(self, stages: Sequence[tuple[Ask, Ask | None]], image: Images) -> None:
+        self._stages = tuple(stages)
         self._image = image
         self._lock = threading.Lock()
-        for _ in self.walk(np.zeros_like(image)):
-            pass
+        for ask in self.walk(np.zeros_like(image)):
+            ask()
 
     def walk(self, images: Images) -> Walk:
         with self._lock:
             self._image[...] = images
-            for request, answers in self._requests:
-                request.infer(share_outputs=True)
-                yield _lent(answers)
+            for run, head in self._stages:
+                found = run()
+                yield head or _giving(found)
 
 
 class _AnySizeChain:
     """Networks whose tensors have another size with every image, and so no place of their own."""
 
-    def __init__(self, tensor: Any, stages: Sequence[NetworkFile], requests: Sequence[Any], image: Images) -> None:
-        self._tensor, self._stages = tensor, tuple(zip(stages, requests, strict=True))
+    def __init__(
+        self, tensor: Any, stages: Sequence[NetworkFile], requests: Mapping[NetworkFile, Any], image: Images
+    ) -> None:
+        self._tensor, self._stages, self._requests = tensor, tuple(stages), requests
         self._lock = threading.Lock()
-        for _ in self.walk(image):
-            pass
+        for ask in self.walk(image):
+            ask()
 
     def walk(self, images: Images) -> Walk:
         with self._lock:
             tensors = {IMAGE: self._tensor(np.ascontiguousarray(images))}
-            for stage, request in self._stages:
-                for name in stage.inputs:
+
+            def run(file: NetworkFile) -> Floats:
+                request = self._requests[file]
+                for name in file.inputs:
                     request.set_tensor(name, tensors[name])
                 request.infer(share_outputs=True)
-                tensors |= {name: request.get_tensor(name) for name in stage.outputs}
-                yield tensors[stage.outputs[0]].data
+                tensors.update({name: request.get_tensor(name) for name in file.outputs})
+                found: Floats = tensors[file.outputs[0]].data
+                return found
+
+            for stage in self._stages:
+                found = run(stage)
+                yield partial(run, stage.head) if stage.head else _giving(found)
 
 
 def _names(ports: Sequence[Any], wanted: Sequence[str]) -> list[str]:

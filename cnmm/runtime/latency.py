@@ -52,7 +52,9 @@ class Measurement:
     """Images of one call; the times are those of the call."""
     points: tuple[Timing, ...]
     stages: tuple[Timing, ...] = ()
-    """Stages of the cascade, by exit ("stage 2"), at batch 1."""
+    """Of the cascade, by exit ("stage 2"), at batch 1: how much longer an answer takes than one at the exit before."""
+    asking: tuple[Timing, ...] = ()
+    """Asking each exit but the last ("exit 2"), for an image that goes on."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -211,13 +213,14 @@ _MEASUREMENT: dict[str, _fields.Check] = {
     "batch": _fields.POSITIVE,
     "points": _fields.list_of(_fields.OBJECT),
     "stages": _fields.list_of(_fields.OBJECT),
+    "asking": _fields.list_of(_fields.OBJECT),
 }
 
 
 def _read_measurement(entry: Mapping[str, Any], where: str) -> Measurement:
-    found = _fields.get_all({"stages": (), **entry}, _MEASUREMENT, where)
+    found = _fields.get_all({"stages": (), "asking": (), **entry}, _MEASUREMENT, where)
     place = _fields.get_all(found["machine"], {"cpu": _fields.TEXT, "cores": _fields.POSITIVE}, f"{where}machine.")
-    for name in ("points", "stages"):
+    for name in ("points", "stages", "asking"):
         rows = enumerate(found[name])
         found[name] = tuple(_fields.read(Timing, row, _TIMING, f"{where}{name}[{number}].") for number, row in rows)
     return Measurement(**{**found, "machine": Machine(cpu=place["cpu"], cores=place["cores"])})

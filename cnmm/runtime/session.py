@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +25,21 @@ from cnmm import _fields
 from cnmm._errors import UserError
 from cnmm._machine import usable_cores
 from cnmm.budget import Budget, parse_budget
-from cnmm.cascade import Cascade
+from cnmm.cascade import Cascade, average_budget
 from cnmm.frontier import FrontierPoint
 from cnmm.ladder import Ladder, NetworkFile, read_ladder
 from cnmm.runtime.answers import Answers, ClassAnswers, Finishing, PixelAnswers, Prediction
-from cnmm.runtime.early_exit import CascadeRunner, MayBegin, always, check_confidence, check_deadline, time_stages
-from cnmm.runtime.engines import Chain, Images, Walk, check_threads, open_runtime
+from cnmm.runtime.early_exit import (
+    CascadeRunner,
+    MayBegin,
+    StageTimes,
+    Stream,
+    always,
+    check_confidence,
+    check_deadline,
+    time_stages,
+)
+from cnmm.runtime.engines import Ask, Chain, Floats, Images, Indices, check_threads, open_runtime
 from cnmm.runtime.inputs import OneImage, check_array, to_batch, to_pictures
 from cnmm.runtime.latency import RuntimeName, p95, percentile
 
@@ -87,8 +96,13 @@ class Session:
         if cascade and ladder.cascade:
             chain = _checked_chain(runtime.chain(ladder.stages), ladder, ladder.stages)
             times = time_stages(chain, np.zeros((1, *shape), np.uint8), len(ladder.stages), repeats=STAGE_REPEATS)
-            p95_ms = tuple(percentile(stage, 95) for stage in times)
-            self._runner = CascadeRunner(cascade=ladder.cascade, chain=chain, p95_ms=p95_ms)
+            stages, answers = ([percentile(own, 95) for own in part] for part in times)
+            self._runner = CascadeRunner(
+                cascade=ladder.cascade,
+                chain=chain,
+                times=StageTimes(stages, answers),
+                first_ms=stages[0] + answers[0],
+            )
         segments = ladder.task == "segmentation"
         self._finishing = Finishing.measured(len(self.classes), self.input_size) if segments else None
 
@@ -137,11 +151,11 @@ class Session:
 
     @property
     def stage_p95_ms(self) -> tuple[float, ...]:
-        """How long each stage takes, one image, 95th percentile; empty without a cascade.
+        """How much longer an answer at each exit takes than one at the exit before it; empty without a cascade.
 
-        As measured at the start, and learned since from what calls with deadlines took.
+        One image, 95th percentile, as measured at the start and learned since from what calls with deadlines took.
         """
-        return self._runner.times.p95_ms if self._runner else ()
+        return self._runner.times.steps_ms if self._runner else ()
 
     @property
     def finishing(self) -> Finishing | None:
@@ -153,19 +167,27 @@ class Session:
         """How long the label map of an image of the ladder's size takes; of classification, nothing."""
         return self._finishing.same_ms * math.prod(self.input_size) if self._finishing else 0.0
 
-    def walk(self, images: Images) -> Walk:
+    def walk(self, images: Images) -> Generator[Floats, Indices | None, None]:
         """The cascade stage by stage, for callers that decide themselves what goes on: at most `chunk` images.
 
         Yields the probabilities [n, classes] of each stage; is sent the rows that go on, or None for all of them. Close
         the generator to stop early. Of segmentation, one image of the ladder's size, and the scores of its pixels
         [1, classes, H, W], which are lent until the walk goes on.
         """
-        return self._loaded_runner().chain.walk(self._fitted(images))
+        keep: Indices | None = None
+        with closing(self._loaded_runner().chain.walk(self._fitted(images))) as walk:
+            ask: Ask | None = next(walk)
+            while ask:
+                keep = yield ask()
+                try:
+                    ask = walk.send(keep)
+                except StopIteration:
+                    ask = None
 
-    def time_stages(self, image: Images, *, repeats: int) -> list[list[float]]:
-        """Times of each stage of the cascade on one image: [stages][repeats]."""
+    def time_stages(self, image: Images, *, repeats: int) -> tuple[list[list[float]], list[list[float]]]:
+        """Times of each stage of the cascade on one image, and of its answer: both [stages][repeats]."""
         runner = self._loaded_runner()
-        return time_stages(runner.chain, self._fitted(image)[:1], len(runner.p95_ms), repeats=repeats)
+        return time_stages(runner.chain, self._fitted(image)[:1], len(runner.cascade.exits), repeats=repeats)
 
     def choose(self, budget: str | float | Budget) -> FrontierPoint:
         """The best loaded point within a budget: `60M`, `25ms`, `40%`, `acc:0.92`."""
@@ -212,9 +234,18 @@ class Session:
         chain = self._chains[point.name]
         for rows, images in answers.passes():
             with closing(chain.walk(images)) as walk:
-                found = next(walk)
+                found = next(walk)()
                 answers.take(rows, found, point.exit, answers.confidence(found))
         return answers.prediction(point=point.name, macs=point.macs * float(answers.work.mean()), start=start)
+
+    def stream(self, average_macs: str | float | Budget) -> Stream:
+        """Early exit with an average budget that holds for images of any kind: thresholds follow what is spent.
+
+        `predict(images, average_macs=...)` always asks for the same confidences, and remembers nothing.
+        """
+        cascade = self._loaded_runner().cascade
+        macs = average_budget(average_macs, self._full_macs)
+        return Stream(self.leave_early, cascade.row(macs), macs, self._full_macs)
 
     def leave_early(
         self,
@@ -238,13 +269,13 @@ class Session:
         runner = self._loaded_runner()
         for rows, images in answers.passes():
             runner.leave_early(rows, images, confidence, answers, may_begin)
-        return answers.prediction(point=runner.cascade.point, macs=runner.spent(answers), start=start)
+        return answers.prediction(point=runner.cascade.point, macs=runner.spent(answers, confidence), start=start)
 
     def _keep_deadline(self, runner: CascadeRunner, images: Any, deadline_ms: float, start: float) -> Prediction:
         answers = self._answers(images)
         if len(answers.exits) != 1:
             raise UserError(f"deadline_ms={deadline_ms}: works for one image, and {len(answers.exits)} were given")
-        check_deadline(deadline_ms, runner.p95_ms[0] + answers.finishing_ms)
+        check_deadline(deadline_ms, runner.first_ms + answers.finishing_ms)
         for _, image in answers.passes():
             runner.keep_deadline(image, start + deadline_ms / 1e3, answers)
         found = answers.prediction(point=runner.cascade.point, macs=runner.spent(answers), start=start)
@@ -378,7 +409,8 @@ def _checked_chain(chain: Chain, ladder: Ladder, stages: Sequence[NetworkFile]) 
     about = ladder.preprocessing
     image = np.zeros((1, *about.image_shape), np.uint8)
     shape = (1, len(about.classes), *(about.size if ladder.task == "segmentation" else ()))
-    for stage, answers in zip(stages, chain.walk(image), strict=True):
+    for stage, ask in zip(stages, chain.walk(image), strict=True):
+        answers = ask()
         if not np.isfinite(answers).all():
             raise UserError(f"{stage.path}: answers with numbers that are not finite; export the ladder again")
         if answers.shape != shape or answers.dtype != np.float32:

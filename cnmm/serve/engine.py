@@ -23,6 +23,7 @@ from cnmm._machine import usable_cores
 from cnmm.runtime.latency import RuntimeName
 from cnmm.serve.asks import Answer, Ask, Pictures, Refusal
 from cnmm.serve.controller import Controller, Job, Ticket
+from cnmm.serve.menu import Row
 from cnmm.serve.metrics import Gauges, Metrics
 from cnmm.serve.policy import parse_policy
 from cnmm.serve.pool import Pool, Said
@@ -125,7 +126,7 @@ class Engine:
         settings = {
             "folder": str(self.served.ladder.folder.resolve()),
             "runtime": self.served.timed.runtime,
-            "stage_ms": self.menu.stage_ms,
+            "stage_ms": self.menu.going_on_ms,
             "checksum": self.served.checksum,
         }
         self._pool = Pool(self.cores, settings, on_reply=self._replied, on_lost=self._lost, on_ready=self._joined)
@@ -315,14 +316,14 @@ class Engine:
         """What the menu says of the work that was done: of a cascade, of the stages that ran."""
         row = running.job.row
         exits, macs = words["exits"], float(words["macs"])
-        ms, full_macs = self._passed(exits) if row.confidence else (row.ms * len(exits), row.macs)
+        ms, full_macs = self._passed(row, exits) if row.confidence else (row.ms * len(exits), row.macs)
         return running.job.ticket.extra_ms + ms * (macs / full_macs if full_macs else 1.0)
 
-    def _passed(self, exits: list[int]) -> tuple[float, float]:
+    def _passed(self, row: Row, exits: list[int]) -> tuple[float, float]:
         """Time of images that left a cascade at these exits, all together, and their macs on average."""
         cascade = self.menu.cascade
         assert cascade is not None
-        passed_ms, passed_macs = self.menu.passed_ms, np.cumsum(cascade.macs)
+        passed_ms, passed_macs = self.menu.passed_ms(row.confidence), np.array(cascade.passed(row.confidence))
         places = [cascade.exits.index(exit) for exit in exits]
         return float(passed_ms[places].sum()), float(passed_macs[places].mean())
 
@@ -336,7 +337,7 @@ class Engine:
         job, ticket = running.job, running.job.ticket
         quality = job.row.quality
         if words["cut"]:  # some stages were left out: as good as what the same time buys
-            spent = self._passed(words["exits"])[0] / len(words["exits"])
+            spent = self._passed(job.row, words["exits"])[0] / len(words["exits"])
             quality = min(quality, float(np.interp(spent, self.menu.ms, self.menu.quality)))
         return Answer(
             probabilities=np.frombuffer(parts[0], np.float32).reshape(ticket.images, -1),

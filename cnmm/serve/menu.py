@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cnmm import _fields
 from cnmm._errors import UserError
-from cnmm.cascade import Cascade, Threshold
+from cnmm.cascade import Cascade, Threshold, passed
 from cnmm.frontier import Frontier
 from cnmm.ladder import read_ladder
 from cnmm.runtime.latency import Measurement, RuntimeName, measurement
@@ -54,7 +54,9 @@ class Menu:
     """Plain operating points by name, cheapest first: what a request can ask for."""
     cascade: Cascade | None
     stage_ms: tuple[float, ...]
-    """Of each stage of the cascade, per image."""
+    """Per image: how much longer an answer at each exit of the cascade takes than one at the exit before it."""
+    asking_ms: tuple[float, ...]
+    """Of asking each exit but the last, for an image that goes on."""
     full_ms: float
     """Of the full mixture, by its macs and the time of the largest point: a load of 1 is what it could hold."""
     rows: tuple[Row, ...]
@@ -87,17 +89,22 @@ class Menu:
         """The cheapest row whose quality is at most `loss` below the best."""
         return self.rows[int(np.searchsorted(self.quality, self.best.quality - loss))]
 
+    def passed_ms(self, confidence: Sequence[float]) -> Floats:
+        """Time of an image that leaves at each exit of the cascade, where exits ask for these confidences."""
+        return np.array(passed(self.stage_ms, self.asking_ms, confidence))
+
     @property
-    def passed_ms(self) -> Floats:
-        """Time of an image that leaves at each exit of the cascade."""
-        return np.cumsum(self.stage_ms)
+    def going_on_ms(self) -> tuple[float, ...]:
+        """Of each stage with its answer, for an image that comes from the stage before it."""
+        return tuple(a + b for a, b in zip(self.stage_ms, (0.0, *self.asking_ms), strict=True)) if self.stage_ms else ()
 
     def slower(self, factor: float) -> Menu:
         """The same ladder on a machine where everything takes so many times as long."""
         rows = [replace(row, ms=row.ms * factor) for row in self.rows]
         points = {name: replace(row, ms=row.ms * factor) for name, row in self.points.items()}
-        stage_ms = tuple(ms * factor for ms in self.stage_ms)
-        return replace(self, rows=tuple(rows), points=points, stage_ms=stage_ms, full_ms=self.full_ms * factor)
+        stage_ms, asking_ms = (tuple(ms * factor for ms in times) for times in (self.stage_ms, self.asking_ms))
+        full_ms = self.full_ms * factor
+        return replace(self, rows=tuple(rows), points=points, stage_ms=stage_ms, asking_ms=asking_ms, full_ms=full_ms)
 
     def pinned(self, confidence: float) -> Row:
         """The cascade with the same confidence at every exit; its time is that of an image that goes all the way."""
@@ -106,7 +113,7 @@ class Menu:
         return Row(
             point=self.cascade.point,
             quality=self.cascade.thresholds[-1].quality,
-            ms=sum(self.stage_ms),
+            ms=sum(self.stage_ms) + sum(self.asking_ms),
             macs=self.cascade.full_macs,
             exit=self.cascade.exits[-1],
             confidence=(confidence,) * (len(self.cascade.exits) - 1),
@@ -120,6 +127,7 @@ class Menu:
             "points": [_brief(row) for row in self.points.values()],
             "rows": [{**_brief(row), "confidence": row.confidence, "leaves": row.leaves} for row in self.rows],
             "stage_ms": self.stage_ms,
+            "asking_ms": self.asking_ms,
             "full_ms": self.full_ms,
         }
 
@@ -130,6 +138,7 @@ class Menu:
         points = [_read_row(row, f"points[{n}].") for n, row in enumerate(_fields.get(data, "points", objects))]
         rows = [_read_row(row, f"rows[{n}].") for n, row in enumerate(_fields.get(data, "rows", objects))]
         stage_ms = _fields.get(data, "stage_ms", _fields.list_of(_MS, most=1000))
+        asking_ms = _fields.get(data, "asking_ms", _fields.list_of(_fields.number(0, 1e9), max(0, len(stage_ms) - 1)))
         if hull(rows) != tuple(rows):
             raise UserError("rows: must be a hull, from the cheapest to the best")
         if any(len(row.leaves) not in (0, len(stage_ms)) for row in rows):
@@ -140,13 +149,23 @@ class Menu:
             points={row.point: row for row in points},
             cascade=None,
             stage_ms=tuple(stage_ms),
+            asking_ms=tuple(asking_ms),
             full_ms=_fields.get(data, "full_ms", _MS),
             rows=tuple(rows),
         )
 
 
-def make_menu(frontier: Frontier, point_ms: Mapping[str, float], stage_ms: Sequence[float] = ()) -> Menu:
-    """The menu of a ladder's points and cascade, given how long each point and each stage takes for one image."""
+def make_menu(
+    frontier: Frontier,
+    point_ms: Mapping[str, float],
+    stage_ms: Sequence[float] = (),
+    asking_ms: Sequence[float] | None = None,
+) -> Menu:
+    """The menu of a ladder's points and cascade, given how long each point and each stage takes for one image.
+
+    `asking_ms`: nothing unless told.
+    """
+    asking_ms = (0.0,) * max(0, len(stage_ms) - 1) if asking_ms is None else asking_ms
     points = {
         point.name: Row(
             point=point.name, quality=point.quality, ms=point_ms[point.name], macs=point.macs, exit=point.exit
@@ -157,14 +176,15 @@ def make_menu(frontier: Frontier, point_ms: Mapping[str, float], stage_ms: Seque
     rows = list(points.values())
     largest = max(rows, key=lambda row: row.macs)
     if cascade:
-        passed = np.cumsum(stage_ms)
-        rows += [_threshold_row(cascade, threshold, passed) for threshold in cascade.thresholds]
+        for threshold in cascade.thresholds:
+            rows.append(_threshold_row(cascade, threshold, passed(stage_ms, asking_ms, threshold.confidence)))
     return Menu(
         model=frontier.model,
         metric=frontier.metric,
         points=points,
         cascade=cascade,
         stage_ms=tuple(stage_ms),
+        asking_ms=tuple(asking_ms),
         full_ms=largest.ms * frontier.full_macs / max(largest.macs, 1),
         rows=hull(rows),
     )
@@ -180,7 +200,8 @@ def read_menu(folder: str | Path, *, runtime: RuntimeName | None = None) -> Menu
 def menu_of(frontier: Frontier, timed: Measurement) -> Menu:
     """The menu by the medians of a measurement."""
     point_ms = {timing.point: timing.median_ms / timed.batch for timing in timed.points}
-    return make_menu(frontier, point_ms, [timing.median_ms for timing in timed.stages])
+    stage_ms, asking_ms = ([timing.median_ms for timing in part] for part in (timed.stages, timed.asking))
+    return make_menu(frontier, point_ms, stage_ms, asking_ms or None)
 
 
 def hull(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -200,11 +221,11 @@ def _gain(low: Row, high: Row) -> float:
     return (high.quality - low.quality) / max(high.ms - low.ms, 1e-12)
 
 
-def _threshold_row(cascade: Cascade, threshold: Threshold, passed: Floats) -> Row:
+def _threshold_row(cascade: Cascade, threshold: Threshold, passed_ms: Sequence[float]) -> Row:
     return Row(
         point=cascade.point,
         quality=threshold.quality,
-        ms=float(np.dot(threshold.exits, passed)),
+        ms=float(np.dot(threshold.exits, passed_ms)),
         macs=threshold.average_macs,
         exit=cascade.exits[-1],
         confidence=threshold.confidence,

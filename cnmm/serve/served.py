@@ -144,7 +144,9 @@ def _measured(ladder: Ladder, runtime: RuntimeName | None, folder: Path) -> Meas
 def _fits(timed: Measurement, ladder: Ladder) -> bool:
     """Is it of these points and stages?"""
     stages = len(ladder.cascade.exits) if ladder.cascade else 0
-    return {timing.point for timing in timed.points} == set(ladder.networks) and len(timed.stages) == stages
+    if {timing.point for timing in timed.points} != set(ladder.networks):
+        return False
+    return (len(timed.stages), len(timed.asking)) == (stages, max(0, stages - 1))
 
 
 def _examples(folder: Path) -> dict[str, bytes]:

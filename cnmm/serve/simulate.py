@@ -141,28 +141,31 @@ class _Service:
         self._menu, self._world = menu, world
         self._hardness = generator.random(shape)
         self._factor = world.slowdown * np.exp(world.noise * generator.standard_normal(shape[0]))
-        self._passed = menu.passed_ms
-        self._left = {id(row): np.cumsum(row.leaves) for row in menu.rows if row.leaves}
+        self._cascades = {
+            id(row): (np.cumsum(row.leaves), menu.passed_ms(row.confidence)) for row in menu.rows if row.leaves
+        }
 
     def take(self, number: int, job: Job, now: float) -> _Served:
         row, factor = job.row, float(self._factor[number])
         if not row.leaves:
             expected = row.ms * job.ticket.images
             return _Served(ms=expected * factor, expected_ms=expected, quality=row.quality)
-        exits = np.searchsorted(self._left[id(row)], self._hardness[number]).clip(max=len(self._passed) - 1)
-        expected = float(self._passed[exits].sum())
+        left, passed = self._cascades[id(row)]
+        exits = np.searchsorted(left, self._hardness[number]).clip(max=len(passed) - 1)
+        expected = float(passed[exits].sum())
         if now + expected * max(factor, STAGE_MARGIN * self._world.slowdown) <= job.until:
             return _Served(ms=expected * factor, expected_ms=expected, quality=row.quality)
         return self._stages(row, exits, factor, job.until - now)
 
     def _stages(self, row: Row, exits: npt.NDArray[np.intp], factor: float, left: float) -> _Served:
         """Stages go on only while the next one will be over in time, as workers do it; the first always runs."""
+        _, passed = self._cascades[id(row)]
         spent = 0.0
-        for stage, ms in enumerate(self._menu.stage_ms):
-            expected = ms * int((exits >= stage).sum())
-            if stage and expected and spent * factor + STAGE_MARGIN * self._world.slowdown * expected > left:
+        for stage in range(len(passed)):
+            more = float(passed[np.minimum(exits, stage)].sum()) - spent
+            if stage and more and spent * factor + STAGE_MARGIN * self._world.slowdown * more > left:
                 break
-            spent += expected
+            spent += more
         else:
             return _Served(ms=spent * factor, expected_ms=spent, quality=row.quality)
         quality = np.interp(spent / len(exits), self._menu.ms, self._menu.quality)

@@ -52,7 +52,7 @@ class Settings:
     memory: int
     """File descriptors that it inherits."""
     stage_ms: tuple[float, ...]
-    """Of the menu."""
+    """Of each stage with its answer, by the menu."""
     checksum: str
     """Of the ladder's manifest."""
 

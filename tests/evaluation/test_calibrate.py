@@ -3,7 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from cnmm.evaluation.calibrate import GAP, NEVER, calibrate
+from cnmm.cascade import NEVER
+from cnmm.evaluation.calibrate import GAP, calibrate
 
 MACS = (10, 25, 40)
 
@@ -146,3 +147,54 @@ def test_few_images_and_equal_confidences(num):
 def test_a_single_exit_has_nothing_to_choose():
     (row,) = calibrate(*images(10, exits=1), (7,))
     assert (row.confidence, row.average_macs, row.exits) == ((), 7.0, (1.0,))
+
+
+# Where asking costs something
+
+
+def drawn_exits(num, seed=0):
+    """Four exits that are better and better, and surer where they are right."""
+    rng = np.random.default_rng(seed)
+    hard = rng.random(num)
+    right = np.stack([hard < level for level in (0.5, 0.65, 0.75, 0.8)], 1)
+    sure = np.clip(0.95 - 0.5 * hard[:, None] + 0.05 * rng.standard_normal((num, 4)) + [0, 0.05, 0.1, 0.1], 0.1, 0.99)
+    return sure, right
+
+
+STAGES, ASKING = (10, 10, 20, 30), (8, 8, 8)
+
+
+def test_what_is_spent_counts_only_the_exits_that_are_asked():
+    sure, right = drawn_exits(400)
+    rows = calibrate(sure, right, STAGES, asking=ASKING)
+    assert rows[0].confidence == (0.0, NEVER, NEVER)
+    assert (rows[0].average_macs, rows[0].exits) == (10, (1, 0, 0, 0))
+    assert rows[-1].average_macs == 70
+    assert all(confidence > 1 for confidence in rows[-1].confidence)
+    for row in rows:
+        spent, left = 0.0, []
+        for image in sure:
+            for exit, needed in enumerate((*row.confidence, 0.0)):
+                spent += STAGES[exit]
+                if needed <= 1 and image[exit] >= needed:
+                    left.append(exit)
+                    break
+                if needed <= 1:
+                    spent += ASKING[exit]
+        assert row.average_macs == pytest.approx(spent / len(sure))
+        assert row.exits == pytest.approx(np.bincount(left, minlength=4) / len(sure))
+        assert sum(needed <= 1 for needed in row.confidence) <= 2
+    for low, high in itertools.pairwise(rows):
+        assert low.average_macs < high.average_macs
+        assert low.quality <= high.quality
+    assert any(0 < part < 1 for row in rows for part in row.exits)
+
+
+def test_early_exit_is_never_worse_than_to_leave_at_the_same_exit_always():
+    """Not even where confidences say nothing."""
+    sure, right = drawn_exits(300)
+    for confidence in (sure, np.random.default_rng(1).random(sure.shape)):
+        rows = calibrate(confidence, right, STAGES, asking=ASKING)
+        for macs, quality in zip(np.cumsum(STAGES), right.mean(0), strict=True):
+            best = max(row.quality for row in rows if row.average_macs <= macs)
+            assert best >= quality - 1e-9

@@ -21,7 +21,7 @@ def stages_in(folder, model, point):
     """The stages of a cascade, written to files."""
     folder.mkdir(exist_ok=True)
     stages = []
-    for number, data in enumerate(stage_bytes(slim_cascade(model, point), preprocessing(model.config)), start=1):
+    for number, (data, _) in enumerate(stage_bytes(slim_cascade(model, point), preprocessing(model.config)), start=1):
         graph = onnx.load_from_string(data).graph
         names = [tuple(value.name for value in values) for values in (graph.input, graph.output)]
         path = folder / f"stage{number}.onnx"
@@ -68,13 +68,13 @@ def refuse(*_):
 def walked(chain, images, seed=0):
     """The answers of all stages, where some images leave after each of them."""
     rng, walk = np.random.default_rng(seed), chain.walk(images)
-    answers = [next(walk)]
+    answers = [next(walk)()]
     left = len(images)
     try:
         while True:
             keep = np.sort(rng.permutation(left)[: max(1, left - 1)]) if left > 1 else None
             left = left if keep is None else len(keep)
-            answers.append(walk.send(keep))
+            answers.append(walk.send(keep)())
     except StopIteration:
         return answers
 

@@ -201,13 +201,16 @@ def test_an_image_leaves_at_the_first_confident_exit(session, model, pictures):
 
 
 def test_macs_are_those_of_the_stages_that_ran(session, model, pictures):
-    macs = written_stage_macs(slim_cascade(model, CASCADE).graph)
+    graph = slim_cascade(model, CASCADE).graph
+    macs, asking = written_stage_macs(graph)
     first, last = session.predict(pictures[:1], confidence=0.0), session.predict(pictures[:1], confidence=1.0)
-    assert (first.macs, last.macs) == (next(iter(macs.values())), sum(macs.values()))
-    assert session.predict(pictures[:1], average_macs="999%").exits.tolist() == [list(macs)[-1]]
+    assert (first.macs, last.macs) == (macs[0], sum(macs) + sum(asking))
+    dear = session.predict(pictures[:1], average_macs="999%")
+    assert (dear.exits.tolist(), dear.macs) == ([graph.exits[-1]], sum(macs))
+    assert min(asking) > 0
     assert "one image" in refused(session.predict, pictures, deadline_ms=10_000)
     late = session.predict(pictures[-1], deadline_ms=10_000)
-    assert late.exits.tolist() == [list(macs)[-1]]
+    assert late.exits.tolist() == [graph.exits[-1]]
     same_labels(late.labels[0], scores(session, model, pictures[-1])[late.exits[0]])
     assert "first exit alone" in refused(session.predict, pictures[0], deadline_ms=1e-3)
 
@@ -246,8 +249,11 @@ def test_points_and_stages_are_timed(session, monkeypatch):
     height, width = session.input_size
     slow = Finishing(same_ms=1e6 / (height * width), other_ms=0.0)  # so the label map of an image takes 1,000 seconds
     monkeypatch.setattr(session, "_finishing", slow)
-    first, *others = (timing.median_ms for timing in bench._time_stages(session))
+    stages, asking = bench._time_stages(session)
+    first, *others = (timing.median_ms for timing in stages)
     assert first > 1e6 > sum(others)
+    assert [timing.macs for timing in asking] == list(session.cascade.asking)
+    assert 0 < sum(timing.median_ms for timing in asking) < 1e6
 
 
 def test_classifiers_have_one_size(tmp_path):

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -8,18 +9,19 @@ import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import cnmm
-from cnmm.cascade import Cascade, Threshold
+from cnmm.cascade import NEVER, Cascade, Threshold
 from cnmm.cli import main as cli
 from cnmm.ladder import read_ladder
 from cnmm.runtime import bench, latency
 from cnmm.runtime.answers import ClassAnswers
-from cnmm.runtime.early_exit import CascadeRunner, StageTimes
+from cnmm.runtime.early_exit import CascadeRunner, StageTimes, Stream
 from cnmm.runtime.session import Session
 from tests.helpers import RUN_CLI, ask, complaint, python, refused
 from tests.runtime.ladders import (
@@ -264,12 +266,13 @@ def test_confidence_is_a_probability(session, images):
 
 def fake_cascade(chain, p95_ms=(1.0, 1.0, 1.0), thresholds=()):
     cascade = made_up_cascade(thresholds, exits=(1, 2, 3), macs=(10, 100, 1000))
-    return CascadeRunner(cascade=cascade, chain=chain, p95_ms=p95_ms)
+    return CascadeRunner(cascade=cascade, chain=chain, times=StageTimes(p95_ms, (0.0, 0.0, 0.0)), first_ms=p95_ms[0])
 
 
 def made_up_cascade(thresholds, exits=(1, 2), macs=(4, 5)):
     about = {"metric": "accuracy", "n": 100, "split": "validation"}
-    return Cascade(point="e3c0", exits=exits, macs=macs, thresholds=thresholds, **about)
+    asking = (0,) * (len(exits) - 1)
+    return Cascade(point="e3c0", exits=exits, macs=macs, asking=asking, thresholds=thresholds, **about)
 
 
 class FakeChain:
@@ -277,7 +280,7 @@ class FakeChain:
 
     def __init__(self, sure, seconds=0.0):
         self.sure, self.seconds = np.asarray(sure, np.float32), seconds
-        self.ran, self.kept, self.closed = [], [], False
+        self.ran, self.asked, self.kept, self.closed = [], [], [], False
 
     def walk(self, images):
         rows = images[:, 0, 0, 0].astype(int)
@@ -285,11 +288,15 @@ class FakeChain:
             for stage in range(self.sure.shape[1]):
                 time.sleep(self.seconds)
                 self.ran.append(rows.tolist())
-                keep = yield np.stack([self.sure[rows, stage], 1 - self.sure[rows, stage]], 1)
+                keep = yield functools.partial(self._answer, stage, rows)
                 self.kept.append(keep)
                 rows = rows if keep is None else rows[keep]
         finally:
             self.closed = True
+
+    def _answer(self, stage, rows):
+        self.asked.append(stage)
+        return np.stack([self.sure[rows, stage], 1 - self.sure[rows, stage]], 1)
 
 
 def fake_answers(num):
@@ -321,6 +328,28 @@ def test_nothing_is_copied_when_all_stay_and_nothing_runs_when_none_does():
     assert left_early(chain, 2).macs == 110
     assert chain.ran == [[0, 1], [0, 1]]
     assert chain.kept == [None]
+
+
+def test_an_exit_that_nobody_can_leave_is_not_asked():
+    chain = FakeChain([[0.9, 0.9, 0.9], [0.6, 0.6, 0.6]])
+    runner, answers = fake_cascade(chain), fake_answers(2)
+    cascade = dataclasses.replace(runner.cascade, asking=(3, 5))
+    runner = dataclasses.replace(runner, cascade=cascade)
+    for confidence, asked, exits, macs in (
+        ((NEVER, 0.8), [1, 2], [2, 3], (110 + 1110 + 5) / 2),
+        ((0.8, NEVER), [0, 2], [1, 3], (10 + 1110 + 3) / 2),
+        ((NEVER, NEVER), [2], [3, 3], 1110),
+        ((1.0, 1.0), [0, 1, 2], [3, 3], 1118),
+    ):
+        chain.asked = []
+        for rows, images in answers.passes():
+            runner.leave_early(rows, images, confidence, answers)
+        assert (chain.asked, answers.exits.tolist()) == (asked, exits)
+        assert runner.spent(answers, confidence) == macs
+    chain.asked = []
+    runner.leave_early(np.arange(2), next(answers.passes())[1], (NEVER, NEVER), answers, lambda stage, *_: stage < 2)
+    assert (chain.asked, answers.exits.tolist()) == ([1], [2, 2])  # the last stage may not begin: they leave before it
+    assert runner.spent(answers) == 110
 
 
 @pytest.mark.parametrize(
@@ -365,6 +394,51 @@ def test_more_is_not_spent_where_it_is_worse():
     assert [cascade.quality_at(value) for value in (4, 5, 6, 8, 9)] == [0.0, 0.3, 0.44, 0.44, 0.44]
 
 
+def streamed(sure, row, budget, images=3000):
+    """A stream of images of which the first exit, at 100 macs, is as `sure`; the second one costs 900 more."""
+    seen = []
+
+    def predict(image, needed):
+        seen.append(needed[0])
+        early = sure[image % len(sure)] >= needed[0]
+        return SimpleNamespace(exits=np.array([1 if early else 2]), macs=100.0 if early else 1000.0)
+
+    stream = Stream(predict, row, budget, 1000)
+    for image in range(images):
+        stream.predict(image)
+    return stream, seen
+
+
+@pytest.mark.parametrize("shift", [1.0, 0.3, 4.0])
+def test_a_stream_keeps_its_average_whatever_the_images_are(shift):
+    """Thresholds were found where half of the images leave; now doubt is `shift` times what it was."""
+    doubt = np.random.default_rng(0).random(977)
+    row = Threshold(confidence=(0.9,), average_macs=550, quality=0.5, exits=(0.5, 0.5))
+    sure = 1 - shift * 0.2 * doubt
+    fixed = np.where(sure >= 0.9, 100, 1000).mean()
+    stream, seen = streamed(sure, row, 550)
+    assert stream.average_macs == pytest.approx(550, rel=0.02)
+    assert seen[0] == 0.9
+    if shift == 1:
+        assert np.mean(seen) == pytest.approx(0.9, abs=0.02)
+    else:
+        assert abs(fixed - 550) > 150
+        assert (1 - np.mean(seen[1000:])) == pytest.approx(0.1 * shift, rel=0.1)
+
+
+def test_a_stream_of_a_session(session, images):
+    stream = session.stream(2200)
+    assert stream.average_macs == 0
+    assert stream.confidence == session.cascade.confidence(2200, 5000)
+    answers = [stream.predict(image) for image in images] + [stream.predict(images)]
+    assert stream.average_macs == pytest.approx(
+        np.average([a.macs for a in answers], weights=[len(a.exits) for a in answers])
+    )
+    assert "1,000" in refused(session.stream, 999)
+    always = session.stream(1000)  # all images leave at the first exit, and nothing can change that
+    assert [always.predict(image).exits.tolist() for image in images] == [[1]] * len(images)
+
+
 # Deadlines
 
 
@@ -401,7 +475,7 @@ def test_deadlines_of_a_session(session, images):
 def test_a_late_second_stage_is_not_begun(folder, images):
     with Session(folder, threads=1) as session:
         slow = (0.001, 1e6, 1e6)
-        session._runner = dataclasses.replace(session._runner, p95_ms=slow)
+        session._runner = dataclasses.replace(session._runner, times=StageTimes(slow, (0.0,) * 3), first_ms=slow[0])
         answer = session.predict(images[0], deadline_ms=50)
         assert (answer.exits.tolist(), answer.macs) == ([1], STAGE_MACS[0])
         alone = session.predict(images[0], point="e1c0").probabilities
@@ -409,22 +483,24 @@ def test_a_late_second_stage_is_not_begun(folder, images):
 
 
 def test_stage_times_go_on_being_learned():
-    times = StageTimes((10.0, 20.0, 40.0))
-    assert times.p95_ms == (10, 20, 40)
+    times = StageTimes((10.0, 20.0, 40.0), (4.0, 6.0, 0.0))
+    assert times.steps_ms == (14, 22, 34)
     for _ in range(300):
-        times.learn([30.0])  # the machine is busy: three times as slow, whatever runs
-    assert times.p95_ms == pytest.approx((30, 60, 120))
+        times.learn([30.0], 12.0)  # the machine is busy: three times as slow, whatever runs
+    assert times.steps_ms == pytest.approx((42, 66, 102))
+    assert (times.stage(2), times.answer(1)) == pytest.approx((120, 18))
     for _ in range(300):
-        times.learn([5.0, 10.0])
-    assert times.p95_ms == pytest.approx((5, 10, 20))
-    few = StageTimes((10.0,))
-    few.learn([1000.0])  # one slow moment is not the rule
-    assert few.p95_ms == (10,)
+        times.learn([5.0, 10.0], 3.0)
+    assert times.steps_ms == pytest.approx((7, 11, 17))
+    few = StageTimes((10.0,), (0.0,))
+    few.learn([1000.0], 1.0)  # one slow moment is not the rule
+    assert few.steps_ms == (10,)
 
 
 def test_calls_with_deadlines_teach_the_session(folder, images):
     with Session(folder, threads=1) as session:
-        session._runner = dataclasses.replace(session._runner, p95_ms=(1e-3, 1e-3, 1e-3))
+        times = StageTimes((1e-3, 1e-3, 1e-3), (0.0, 0.0, 0.0))
+        session._runner = dataclasses.replace(session._runner, times=times)
         for _ in range(100):
             session.predict(images[0], deadline_ms=1000)
         assert min(session.stage_p95_ms) > 2e-3

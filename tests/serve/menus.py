@@ -63,6 +63,7 @@ def cascade_menu(factor=1.0):
         point="e4a0",
         exits=(1, 2, 4),
         macs=(1000, 3000, 6000),
+        asking=(0, 0),
         thresholds=thresholds,
         metric="accuracy",
         n=100,
