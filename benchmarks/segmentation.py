@@ -26,6 +26,7 @@ import cnmm
 from benchmarks.latency import RUNTIMES, choose_points, file_call, literal_call, literal_file, medians
 from benchmarks.switching import make_ladder, switching_cost
 from cnmm._machine import machine
+from cnmm.cascade import NEVER
 from cnmm.config import Preprocessing
 from cnmm.evaluation.segmentation import Segmentation
 from cnmm.export.network import onnx_bytes
@@ -203,6 +204,20 @@ def deadlines(session: cnmm.Session, image: np.ndarray, num: int = 500) -> float
     return kept / num
 
 
+def asking(session: cnmm.Session, image: np.ndarray, rounds: int = 20) -> dict[str, float]:
+    """Time of an image that goes to the last exit, if no other exit is asked and if all are; medians, taking turns."""
+    assert session.cascade is not None
+    early = len(session.cascade.exits) - 1
+    ways = {"last": (NEVER,) * early, "all": (1.0,) * early}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, confidence in ways.items():
+            times[name].append(session.leave_early(image, confidence).time_ms)
+    found = {name: float(np.median(own)) for name, own in times.items()}
+    print(f"to the last exit: {found['last']:.1f} ms if it alone is asked, {found['all']:.1f} ms if all are")
+    return found
+
+
 def deadline_of(session: cnmm.Session, image: np.ndarray) -> float:
     """The shortest deadline that is accepted, within a tenth of a millisecond."""
     low, high = 0.0, 10_000.0
@@ -225,6 +240,7 @@ def measured_run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with cnmm.Session(folder / "trained", runtime=runtime, threads=arguments.threads) as session:
             rows = early_exit(session, run, scenes, arguments.average) if runtime == RUNTIMES[0] else []
             answer |= {"early_exit": rows} if rows else {}
+            answer[f"asking_{runtime}"] = asking(session, scenes[0].image)
             answer[f"deadlines_kept_{runtime}"] = deadlines(session, scenes[0].image)
     return answer
 

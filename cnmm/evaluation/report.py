@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL.Image import Image as Picture
 
+from cnmm.cascade import is_asked
 from cnmm.cost import CostTable, short_count
 from cnmm.draw import draw_lattice, picture
 from cnmm.evaluation.classification import TOP
@@ -157,7 +158,8 @@ def _cascade(frontier: Frontier) -> Iterable[str]:
     yield "<h2>Early exit</h2>"
     words = (
         f"Images leave at the first exit that is sure enough: cascade {cascade.point}, {cascade.n:,} {cascade.split} "
-        "images. The columns of exits say how many leave there, and from which confidence on."
+        "images. The columns of exits say how many leave there, and from which confidence on; an exit with a dash is "
+        "not asked."
     )
     yield f"<p>{_text(words)}</p>"
     rows = cascade.thresholds[:: max(1, len(cascade.thresholds) // 12)]
@@ -171,8 +173,9 @@ def _cascade(frontier: Frontier) -> Iterable[str]:
     for row in rows:
         share = f"{row.average_macs / frontier.full_macs:.1%}"
         cells = [short_count(round(row.average_macs)), share, _percent(row.quality)]
-        asked = [*(f" from {value:.3f} on" for value in row.confidence), ""]
-        body.append([*cells, *(f"{part:.0%}{words}" for part, words in zip(row.exits, asked, strict=True))])
+        asked = [f"{part:.0%} from {value:.3f} on" for part, value in zip(row.exits, row.confidence, strict=False)]
+        asked = [words if is_asked(value) else "-" for words, value in zip(asked, row.confidence, strict=True)]
+        body.append([*cells, *asked, f"{row.exits[-1]:.0%}"])
     yield _table(columns, body)
 
 
