@@ -120,7 +120,8 @@ def test_the_manifest_has_the_frontier_and_the_thresholds(run, ladder):
     stages = manifest["cascade"].pop("stages")
     assert [stage["file"] for stage in stages] == [f"stage{exit}.onnx" for exit in frontier["cascade"]["exits"]]
     cascade = cnmm.Frontier.load(ladder / "ladder.json").cascade
-    assert cascade == Run(run).frontier.cascade.with_macs(manifest["cascade"]["macs"])
+    said = manifest["cascade"]
+    assert cascade == Run(run).frontier.cascade.with_macs(said["macs"], said["asking"])
 
 
 def test_predict_choose_and_bench_on_a_ladder(ladder, photo, capsys, tmp_path):
