@@ -69,17 +69,13 @@ class Served:
         """For JSON: all that a client may want to know."""
         about, frontier = self.ladder.preprocessing, self.ladder.frontier
         height, width, channels = about.image_shape
-        menu = self.menu.to_dict()
         cascade = self.menu.cascade
-        return {
-            "model": self.model,
+        return self.menu.to_dict() | {
             "task": self.ladder.task,
             "classes": about.classes,
             "palette": about.palette,
             "input": {"height": height, "width": width, "channels": channels, "any_size": self.ladder.any_size},
-            "metric": self.menu.metric,
             "full_macs": frontier.full_macs,
-            "full_ms": self.menu.full_ms,
             "precision": self.ladder.precision,
             "runtime": self.timed.runtime,
             "points": [
@@ -94,8 +90,6 @@ class Served:
                 }
                 for point in frontier.points
             ],
-            "rows": menu["rows"],
-            "stage_ms": self.menu.stage_ms,
             "cascade": cascade and cascade.to_dict(),
             "lattice": self.ladder.lattice and self.ladder.lattice.to_dict(),
         }

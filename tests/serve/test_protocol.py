@@ -13,6 +13,8 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 import cnmm
+from cnmm.serve.about import ask_about
+from cnmm.serve.open_loop import parse_url
 from tests.runtime.ladders import CLASSES, SIZE
 from tests.serve.servers import served
 
@@ -133,6 +135,15 @@ def test_about_says_what_a_page_needs(client):
     assert about["cascade"].keys() >= {"point", "exits", "macs", "thresholds"}
     assert (about["target_ms"], about["policy"], about["cores"], about["runtime"]) == (2000, "adaptive", 2, "onnx")
     assert about["lattice"].keys() == {"blocks", "scales", "points", "cascade"}
+
+
+def test_about_says_what_a_load_test_needs(server, client):
+    about, menu = client.get("/about").json(), ask_about(parse_url(server.url)).menu
+    assert [(row.point, row.ms, row.quality) for row in menu.rows] == [
+        (row["point"], row["ms"], row["quality"]) for row in about["rows"]
+    ]
+    assert menu.stage_ms == tuple(about["stage_ms"])
+    assert len(menu.asking_ms) == 2
 
 
 def test_the_page_runs_nothing_but_itself(client):
