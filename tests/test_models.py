@@ -10,8 +10,10 @@ import cnmm
 from cnmm.data import fashion_sample
 from cnmm.pretrained import pretrained
 from cnmm.run import Run
+from tests.helpers import ask
 
 MODELS = Path(__file__).parent.parent / "models"
+SHIPPED = Path(cnmm.__file__).parent / "pretrained" / "cnmm_grey.fashion"
 FOLDERS = [pytest.param(folder, id=folder.name) for folder in sorted(MODELS.iterdir())]
 
 
@@ -56,6 +58,15 @@ def test_a_trained_model_has_a_name():
     for model in (by_name, created):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_folder.parameters(), strict=True))
     assert Run("cnmm_b6s3.cifar10").folder == MODELS / "cnmm_b6s3.cifar10"
+
+
+def test_a_trained_model_is_asked_for_points_by_name(capsys):
+    by_name, by_folder = (
+        ask(capsys, "choose", place, "--budget", "50%") for place in ("cnmm_b6s3.cifar10", MODELS / "cnmm_b6s3.cifar10")
+    )
+    assert by_name == by_folder
+    inside, packaged = (ask(capsys, "choose", place, "--budget", "50%") for place in ("fashion", SHIPPED / "ladder"))
+    assert inside == packaged  # as `predict` does, what the ladder counts and not what its run counts
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from cnmm.budget import parse_budget
 from cnmm.cli.signals import stopping
 from cnmm.cli.terminal import NO_HINT, Bar, Common, cells, percent, point_row, print_table, say
 from cnmm.frontier import FRONTIER_FILE, Frontier, find_frontier, metric_words
+from cnmm.pretrained import resolve
 from cnmm.runtime.latency import RuntimeName, measured_p95
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class MeasureFrontier:
             )
         if self.plot is not None:
             run.plot(self.plot)
-        files = [self.run / FRONTIER_FILE, *(self.run / f"frontier{end}" for end in (".csv", ".svg", ".png"))]
+        files = [run.folder / FRONTIER_FILE, *(run.folder / f"frontier{end}" for end in (".csv", ".svg", ".png"))]
         files += [self.plot] if self.plot else []
         points = [point_row(point) for point in frontier.points]
         return {"run": str(self.run), **frontier.to_dict(), "points": points, "files": [str(file) for file in files]}
@@ -100,9 +101,9 @@ class Choose:
 
     def answer(self) -> dict[str, Any]:
         wanted = parse_budget(self.budget)
-        frontier = find_frontier(self.folder)
-        needed = wanted.kind == "ms"
-        times = measured_p95(self.folder, runtime=self.runtime, threads=self.threads, needed=needed)
+        folder = resolve(self.folder, ladder=True)
+        frontier = find_frontier(folder)
+        times = measured_p95(folder, runtime=self.runtime, threads=self.threads, needed=wanted.kind == "ms")
         point = frontier.choose(wanted, times)
         about = {"budget": wanted.text, "model": frontier.model, "latency_ms": times.get(point.name)}
         return point_row(point) | about

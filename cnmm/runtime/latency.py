@@ -154,7 +154,10 @@ def measurement(
     batch: int = 1,
 ) -> Measurement:
     """The measurement of this machine with the installed version of the runtime: of several that fit, the fastest."""
-    here, fix = machine(), f"run: cnmm bench {folder}"
+    here = machine()
+    asked = {"runtime": runtime, "threads": threads, "batch": batch if batch > 1 else None}
+    flags = "".join(f" --{name} {value}" for name, value in asked.items() if value)
+    fix = f"run: cnmm bench {folder}{flags}"
     entries = read(folder)
     if not entries:
         raise UserError(f"{folder}: its latency was not measured; {fix}")
@@ -172,7 +175,7 @@ def measurement(
     ]
     wanted = f"{runtime or 'any runtime'}, {precision}, {threads or 'any number of'} threads, batch {batch}"
     if not same:
-        raise UserError(f"{folder}: its latency was not measured with {wanted}; {fix} with these settings")
+        raise UserError(f"{folder}: its latency was not measured with {wanted}; {fix}")
     current = [entry for entry in same if entry.runtime_version == runtime_version(entry.runtime)]
     if not current:
         old = f"{PACKAGES.get(same[-1].runtime, same[-1].runtime)} {same[-1].runtime_version}"

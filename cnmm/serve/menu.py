@@ -193,7 +193,7 @@ def make_menu(
 def read_menu(folder: str | Path, *, runtime: RuntimeName | None = None) -> Menu:
     """The menu of a ladder folder, as `cnmm bench LADDER --threads 1` measured it on this machine."""
     ladder = read_ladder(folder)
-    timed = measurement(folder, runtime=runtime, precision=ladder.precision, threads=1)
+    timed = measurement(ladder.folder, runtime=runtime, precision=ladder.precision, threads=1)
     return menu_of(ladder.frontier, timed)
 
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -182,8 +183,18 @@ def test_the_verb_says_and_draws(capsys, timed_ladder, tmp_path):
     json.dumps(answer)
 
 
+def test_a_trained_model_is_simulated_by_name(capsys, timed_ladder, tmp_path, monkeypatch):
+    model = tmp_path / "models" / "by_hand.scenes"
+    shutil.copytree(timed_ladder, model / "ladder")
+    monkeypatch.setattr("cnmm.pretrained.PLACES", (tmp_path / "models",))
+    by_folder, by_name = (
+        ask(capsys, "simulate", place, "--requests", 50, "--seed", 3) for place in (timed_ladder, "scenes")
+    )
+    assert by_name == by_folder
+
+
 def test_what_cannot_be_simulated_is_one_line(capsys, timed_ladder, hand_made_ladder):
-    assert "cnmm bench" in complaint(capsys, "simulate", hand_made_ladder)
+    assert f"cnmm bench {hand_made_ladder} --threads 1" in complaint(capsys, "simulate", hand_made_ladder)
     assert "--load=0" in complaint(capsys, "simulate", timed_ladder, "--load", 0)
     assert "gamma:8" in complaint(capsys, "simulate", timed_ladder, "--arrivals", "often")
     assert ".svg" in complaint(capsys, "simulate", timed_ladder, "-o", "load.pdf")
