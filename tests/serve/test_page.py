@@ -31,6 +31,13 @@ DROP = """([bytes, type]) => {
   return data;
 }"""
 
+NO_ANSWERS = """{
+  const own = window.fetch;
+  window.fetch = (url, asked) => !String(url).endsWith("/infer") ? own(url, asked) : new Promise((_, fail) => {
+    asked.signal.addEventListener("abort", () => fail(new Error("given up")));
+  });
+}"""
+
 
 # Without a browser
 
@@ -230,6 +237,20 @@ def test_a_burst(visit):
     assert shown["at its best"] == "80.0 %"
     assert 50 <= float(shown["mean expected accuracy"].split()[0]) <= 80
     visit.wrong[:] = [line for line in visit.wrong if "503" not in line]  # refusals, on a busy machine
+
+
+@pytest.mark.slow
+def test_a_burst_leaves_a_browser_alive_that_gets_no_answers(visit):
+    visit.page.add_init_script(NO_ANSWERS)
+    visit.page.reload()
+    visit.page.select_option("#load", "6")
+    visit.page.click("#burst")
+    visit.expect("#burst").to_be_enabled(timeout=4 * PATIENCE_MS)
+    names, values = (visit.page.locator(f"#figures {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    shown = dict(zip(names, values, strict=True))
+    sent = int(re.match(r"([\d,]+) requests", visit.page.inner_text("#burst-note"))[1].replace(",", ""))
+    assert int(shown["not sent by this browser"]) == sent - 500
+    assert shown["answered in time"].startswith("0")
 
 
 def test_refusals_are_shown_in_one_line(visit):
