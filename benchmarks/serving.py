@@ -83,7 +83,7 @@ def main() -> None:
             server_cpus=arguments.server_cpus,
             generator_cpus=arguments.generator_cpus,
         )
-        cases = [case for case in CASES if not arguments.cases or case[0].partition(":")[0] in arguments.cases]
+        cases = [case for case in CASES if not arguments.cases or set(names_of(*case)) & set(arguments.cases)]
         about = described(settings, arguments.seed)
         runs = kept(arguments.out, about)
         left = plan(runs, arguments.policies, cases, arguments.rounds)
@@ -144,6 +144,11 @@ def case_name(arrivals: str, load: float) -> str:
     return f"{Path(arrivals).stem if 'trace' in arrivals else arrivals} {load:g}"
 
 
+def names_of(arrivals: str, load: float) -> tuple[str, str]:
+    """What `--cases` may call a case: with its load, or the kind of its arrivals, which others share."""
+    return case_name(arrivals, load), arrivals.partition(":")[0]
+
+
 def say(run: dict[str, Any]) -> None:
     print(
         f"round {run['round']}  {run['case']:32} {run['policy']:9} effective {run['effective_quality']:.4f}"
@@ -167,7 +172,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=1, help="workers of the server")
     parser.add_argument("--runtime", choices=("onnx", "openvino"))
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
-    parser.add_argument("--cases", nargs="+", help="kinds of arrivals (default: poisson gamma step trace)")
+    parser.add_argument("--cases", nargs="+", help="kinds of arrivals, or cases such as 'gamma:8 3' (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-cpus", default=str(cpus[0]), help="as taskset -c takes them")
     parser.add_argument("--generator-cpus", default=str(cpus[-1]))
