@@ -7,7 +7,7 @@
 The folder gets config.json, log.jsonl, checkpoints/ (after every epoch; --resume goes on from the last, bit by bit),
 model.safetensors, results.json with the figures of every exit and, where images are labelled, model.onnx (the last
 exit: `cnmm train --teacher` takes it). With --minutes a few steps are timed first, and as many epochs are
-trained as fit.
+trained as fit into so many minutes of one thread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def train_peer(
 
 
 def _epochs(name: str, data: DataSet, config: TrainConfig, minutes: float) -> int:
-    """How many fit into these minutes, at least one."""
+    """How many fit into these minutes of one thread, at least one."""
     return max(1, int(60 * minutes / Training(name, data, config, Path()).epoch_s()))
 
 
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recipe", choices=RECIPES, default="own", help="the peer's own, or ours where it fits")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=int)
-    length.add_argument("--minutes", type=float, help="as many epochs as fit into these minutes of steps")
+    length.add_argument("--minutes", type=float, help="as many epochs as fit into these minutes of one thread")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--teacher", metavar="FILE.onnx|RUN", help="teaches all exits, as for cnmm train")
     parser.add_argument("--resume", action="store_true")

@@ -115,7 +115,7 @@ class Training:
         return found
 
     def epoch_s(self) -> float:
-        """Seconds of an epoch on average, from a few steps of the first one and of the last, where crops differ."""
+        """Seconds of one thread for an epoch on average, by a few steps of the first and of the last: crops may differ."""
         first = self.steps * self.step_s(0)
         if not self.config.final_epochs:
             return first
@@ -123,19 +123,23 @@ class Training:
         return (1 - share) * first + share * self.steps * self.step_s(self.config.epochs - 1)
 
     def step_s(self, epoch: int) -> float:
-        """Seconds of a step of an epoch, on a copy: CPU time per thread, whatever else the machine does."""
+        """CPU seconds of a step of an epoch, on a copy and on one thread: the same whatever else the machine does."""
         trial = copy.copy(self)
         trial.network = copy.deepcopy(self.network).train()
         trial.optimizer = PeerOptimizer(trial.network, self.config)
-        start, num = time.process_time(), 0
-        for batch in self.images.training_batches(self.data.train, self.kept, epoch):
-            if batch.step == 2:  # the first steps find their kernels
-                start, num = time.process_time(), 0
-            trial.step(batch, 0)
-            num += 1
-            if num == TIMED_STEPS:
-                break
-        return (time.process_time() - start) / num / torch.get_num_threads()
+        threads, start, num = torch.get_num_threads(), time.process_time(), 0
+        torch.set_num_threads(1)  # several wait for each other, which counts as well
+        try:
+            for batch in self.images.training_batches(self.data.train, self.kept, epoch):
+                if batch.step == 2:  # the first steps find their kernels
+                    start, num = time.process_time(), 0
+                trial.step(batch, 0)
+                num += 1
+                if num == TIMED_STEPS:
+                    break
+        finally:
+            torch.set_num_threads(threads)
+        return (time.process_time() - start) / num
 
 
 @torch.no_grad()

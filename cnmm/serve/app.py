@@ -28,6 +28,7 @@ from cnmm.runtime.latency import RuntimeName
 from cnmm.serve import protocol
 from cnmm.serve.asks import Answer, Ask, Pictures, Refusal, files, pixels, read_knobs
 from cnmm.serve.bodies import body_of, form_file
+from cnmm.serve.clients import hangup_of
 from cnmm.serve.engine import Engine
 from cnmm.serve.openapi import openapi
 from cnmm.serve.page import Page, read_page
@@ -201,7 +202,7 @@ class _Handlers:
         async with body_of(request, self._engine) as body:
             pictures = self._sent(body, request.headers.get("content-type", ""))
             ask = Ask(pictures=pictures, knobs=knobs, want="png" if png else "probabilities")
-            answer = await self._engine.answer(ask, _gone(request))
+            answer = await self._engine.answer(ask, hangup_of(request))
         about = {**answer.about(), "time_ms": round(answer.time_ms, 3)}
         if png:
             return Response(answer.maps[0], headers={"cnmm-answer": json.dumps(about)}, media_type="image/png")
@@ -274,7 +275,7 @@ class _Handlers:
         async with body_of(request, self._engine) as body:
             length = request.headers.get(protocol.HEADER_LENGTH)
             asked = protocol.parse_inference(body, length, version, self._served)
-            answer = await self._engine.answer(asked.ask, _gone(request))
+            answer = await self._engine.answer(asked.ask, hangup_of(request))
         data, size = protocol.write_inference(asked, answer, self._served, version)
         if size is None:
             return Response(data, headers={"x-content-type-options": "nosniff"}, media_type="application/json")
@@ -299,11 +300,3 @@ def _number(name: str, text: str) -> float:
     if not math.isfinite(number):
         raise UserError(f"{name}={text!r:.80}: must be a number")
     return number
-
-
-def _gone(request: Request) -> Callable[[], Awaitable[None]]:
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    return gone

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from cnmm import _fields
 from cnmm._machine import usable_cores
 from cnmm.runtime.latency import RuntimeName
 from cnmm.serve.asks import Answer, Ask, Pictures, Refusal
+from cnmm.serve.clients import Hangup
 from cnmm.serve.controller import Controller, Job, Ticket
 from cnmm.serve.menu import Row
 from cnmm.serve.metrics import Gauges, Metrics
@@ -46,6 +46,8 @@ TELLING_PIXELS = 2**16
 """Files with fewer say little about the time that a pixel takes."""
 WEIGHT = 0.1
 """Of the newest value in moving averages."""
+MOST_REMEMBERED = 256
+"""Thresholds of cascades whose costs are kept: those of the menu, and some of what clients ask for."""
 TICK_S = 0.25
 HUNG_MS, HUNG_TIMES = 10_000.0, 20.0
 """A worker that takes longer than both is killed."""
@@ -111,6 +113,7 @@ class Engine:
         self._waiting: dict[Ticket, _Waiting] = {}
         self._running: dict[int, _Running] = {}
         self._jobs = 0
+        self._passed_by: dict[tuple[float, ...], dict[int, tuple[float, float]]] = {}
         self._decode_ms: dict[str, float] = {}
         self._first_decode_ms = self._finishing_ms = 0.0
         self._absent_since: dict[int, float] = {}
@@ -177,8 +180,8 @@ class Engine:
     def give_back(self, size: int) -> None:
         self.bytes -= size
 
-    async def answer(self, ask: Ask, gone: Callable[[], Awaitable[None]] | None = None) -> Answer:
-        """Queues a request and waits for its answer; `gone` returns when nobody waits for it any more."""
+    async def answer(self, ask: Ask, hangup: Hangup | None = None) -> Answer:
+        """Queues a request and waits for its answer; it leaves the queue when its client has gone."""
         now = now_ms()
         if self.closed or not self.started:
             self._shed("draining")
@@ -189,24 +192,19 @@ class Engine:
         waiting = _Waiting(ask, ticket, asyncio.get_running_loop().create_future())
         self._waiting[ticket] = waiting
         self._dispatch()
+        forget = hangup(lambda: self._gone(waiting)) if hangup else None
         try:
-            if gone is not None and any(one.waiting is waiting for one in self._running.values()):
-                gone = None  # too late to leave the queue
-            return await (waiting.future if gone is None else self._unless_gone(waiting, gone))
+            return await waiting.future
         except asyncio.CancelledError:
             self._leave(waiting)
             raise
-
-    async def _unless_gone(self, waiting: _Waiting, gone: Callable[[], Awaitable[None]]) -> Answer:
-        watching: asyncio.Future[Any] = asyncio.ensure_future(gone())
-        anything: set[asyncio.Future[Any]] = {waiting.future, watching}
-        try:
-            await asyncio.wait(anything, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watching.cancel()
+            if forget:
+                forget()
+
+    def _gone(self, waiting: _Waiting) -> None:
         if not waiting.future.done() and self._leave(waiting):
-            raise Refusal(499, "the client is gone")
-        return await waiting.future
+            waiting.future.set_exception(Refusal(499, "the client is gone"))
 
     def _leave(self, waiting: _Waiting) -> bool:
         """Takes a request out of the queue; False if it runs already, or is done."""
@@ -321,11 +319,16 @@ class Engine:
 
     def _passed(self, row: Row, exits: list[int]) -> tuple[float, float]:
         """Time of images that left a cascade at these exits, all together, and their macs on average."""
-        cascade = self.menu.cascade
-        assert cascade is not None
-        passed_ms, passed_macs = self.menu.passed_ms(row.confidence), np.array(cascade.passed(row.confidence))
-        places = [cascade.exits.index(exit) for exit in exits]
-        return float(passed_ms[places].sum()), float(passed_macs[places].mean())
+        passed = self._passed_by.get(row.confidence)
+        if passed is None:
+            cascade = self.menu.cascade
+            assert cascade is not None
+            costs = zip(self.menu.passed_ms(row.confidence).tolist(), cascade.passed(row.confidence), strict=True)
+            passed = dict(zip(cascade.exits, costs, strict=True))
+            if len(self._passed_by) < MOST_REMEMBERED:
+                self._passed_by[row.confidence] = passed
+        ms, macs = zip(*(passed[exit] for exit in exits), strict=True)
+        return sum(ms), sum(macs) / len(exits)
 
     def _learn(self, pictures: Pictures, words: Said) -> None:
         if pictures.shape is None and pictures.pixels >= TELLING_PIXELS:

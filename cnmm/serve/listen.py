@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cnmm._errors import UserError
 from cnmm.runtime.latency import RuntimeName
 from cnmm.serve.app import create_app
+from cnmm.serve.clients import HANGUP, Hangups
 from cnmm.serve.engine import Engine
 
 logger = logging.getLogger("cnmm")
@@ -131,6 +133,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        gc.collect()
+        gc.freeze()  # what is there stays: to look through all of it takes longer than a request may wait
         if self.started:
             self._on_ready()
 
@@ -156,6 +160,7 @@ class Protocol(HttpToolsProtocol):
     """Bytes of a head so far."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        self._hangups = Hangups()
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             self._refuse("503 Service Unavailable", f"more than {MOST_CONNECTIONS} connections")
@@ -172,6 +177,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {HANGUP: self._hangups}  # type: ignore[dict-item]  # what is called, not described
         if self._timer is None:
             self._expect_head()
 
@@ -185,6 +191,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
         super().connection_lost(exc)
+        self._hangups.end()
 
     def _expect_head(self) -> None:
         self._timer = self.loop.call_later(HEADER_S, self._too_slow)
