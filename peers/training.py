@@ -115,7 +115,7 @@ class Training:
         return found
 
     def epoch_s(self) -> float:
-        """Seconds of one thread for an epoch on average, by a few steps of the first and of the last: crops may differ."""
+        """Seconds of an epoch on one thread, by a few steps of the first and of the last one, whose crops may differ."""
         first = self.steps * self.step_s(0)
         if not self.config.final_epochs:
             return first
