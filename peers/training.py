@@ -115,7 +115,7 @@ class Training:
         return found
 
     def epoch_s(self) -> float:
-        """Seconds of an epoch on one thread, by a few steps of the first and of the last one, whose crops may differ."""
+        """Seconds of an epoch on one thread, by a few steps of the first one and of the last one."""
         first = self.steps * self.step_s(0)
         if not self.config.final_epochs:
             return first

@@ -35,14 +35,19 @@ class _Watch:
 
 
 class Hangups:
-    """What is to be called when a connection ends."""
+    """What is to be called when a connection ends.
 
-    def __init__(self) -> None:
+    `listen` makes the connection read on: large bodies pause it, and then it would not notice.
+    """
+
+    def __init__(self, listen: Callable[[], None]) -> None:
+        self._listen = listen
         self._calls: dict[int, Callable[[], None]] = {}
         self._number = 0
         self._over = False
 
     def __call__(self, call: Callable[[], None]) -> Callable[[], object]:
+        self._listen()
         if self._over:
             call()
         self._number = number = self._number + 1

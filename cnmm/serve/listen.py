@@ -160,8 +160,8 @@ class Protocol(HttpToolsProtocol):
     """Bytes of a head so far."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        self._hangups = Hangups()
         super().connection_made(transport)
+        self._hangups = Hangups(self.flow.resume_reading)
         if len(self.connections) > MOST_CONNECTIONS:
             self._refuse("503 Service Unavailable", f"more than {MOST_CONNECTIONS} connections")
         else:

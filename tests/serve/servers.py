@@ -63,6 +63,8 @@ def served(ladder, *flags, patch=""):
         yield server
     finally:
         if server.process.poll() is None:
+            for worker in server.workers():  # one that was stopped would never end
+                os.kill(worker, signal.SIGKILL)
             server.process.kill()
             server.process.wait()
         server.reader.join(10)
