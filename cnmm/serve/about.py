@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from cnmm.serve.menu import Menu
 from cnmm.serve.open_loop import Address
 
 TIMEOUT_S = 10.0
+CPU_SECONDS = "process_cpu_seconds_total"
+"""By Prometheus' usual name: what the process of the event loop has computed."""
 OUTPUTS = {"classification": ("probabilities",), "segmentation": ("label_map",)}
 """What clients want, by task."""
 _MOST_BYTES = 2**24
@@ -35,6 +38,8 @@ class About:
     task: str
     target_ms: float
     cores: int
+    usable_cores: int
+    """Of its machine; what is more than `cores` is for the event loop."""
     policy: str
     menu: Menu
 
@@ -63,9 +68,17 @@ def ask_about(address: Address) -> About:
             task=task,
             target_ms=_fields.get(about, "target_ms", _fields.number(above=0, most=1e9)),
             cores=_fields.get(about, "cores", _fields.whole(1, 2**16)),
+            usable_cores=_fields.get({"usable_cores": 1, **about}, "usable_cores", _fields.whole(1, 2**16)),
             policy=_fields.get(about, "policy", _fields.TEXT),
             menu=Menu.from_dict({**about, "points": [{**point, "point": point.get("name")} for point in points]}),
         )
+
+
+def ask_cpu_ms(address: Address) -> float:
+    """The time that its event loop has computed so far; 0 if it does not say."""
+    status, body = _get(address, "/metrics")
+    found = re.search(rf"^{CPU_SECONDS} ([0-9.e+]+)$", body.decode("utf-8", "replace"), re.MULTILINE)
+    return 1e3 * float(found[1]) if status == 200 and found else 0.0
 
 
 def _get(address: Address, path: str) -> tuple[int, bytes]:

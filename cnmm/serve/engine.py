@@ -435,6 +435,7 @@ class Engine:
             "target_ms": self.target_ms,
             "policy": self.policy,
             "cores": self.cores,
+            "usable_cores": usable_cores(),
             "holds": {name: round(value, 1) for name, value in self.holds().items()},
         }
 

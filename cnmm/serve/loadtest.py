@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cnmm._errors import UserError
-from cnmm.serve.about import About, ask_about
+from cnmm.serve.about import About, ask_about, ask_cpu_ms
 from cnmm.serve.arrivals import arrival_times
 from cnmm.serve.chart import check_chart, draw_trial
 from cnmm.serve.infer import infer_request
@@ -68,9 +68,16 @@ def loadtest(
     asked: dict[str, Any] = {"tensor": about.tensor, "outputs": about.outputs, "parameters": timeout}
     bodies = [infer_request(address, about.model, some, **asked) for some in sample.images]
     tally = Tally(requests, about.menu, images_per_request, sample.labels)
+    before_ms = ask_cpu_ms(address)
     outcome = run_open_loop(address, bodies, times / 1e3, tally)
     test = Test(
-        about=about, times=times, outcome=outcome, tally=tally, target_ms=target_ms or about.target_ms, sample=sample
+        about=about,
+        times=times,
+        outcome=outcome,
+        tally=tally,
+        target_ms=target_ms or about.target_ms,
+        sample=sample,
+        cpu_ms=ask_cpu_ms(address) - before_ms,
     )
     if out is not None:
         title = f"{about.menu.model}: {about.policy}, {arrivals}, target {test.target_ms:g} ms, cores {about.cores}"
@@ -100,6 +107,8 @@ class Test:
     tally: Tally
     target_ms: float
     sample: Sample
+    cpu_ms: float = 0.0
+    """Of the server's event loop."""
 
     @property
     def lag_ms(self) -> float:
@@ -129,6 +138,12 @@ class Test:
         """Requests that were sent and have no answer."""
         return self.outcome.status == 0
 
+    @property
+    def loop_ms(self) -> float:
+        """That the event loop takes from a worker's core for a request: nothing where it has a core of its own."""
+        alone = self.about.usable_cores > self.about.cores
+        return 0.0 if alone else max(0.0, self.cpu_ms) / len(self.times)
+
     def world(self) -> World:
         """What was measured of the server besides its decisions."""
         tally, answered = self.tally, self.tally.answered
@@ -137,10 +152,11 @@ class Test:
         overhead = 1e3 * self.outcome.latency_s - tally.queue_ms - tally.compute_ms
         ratio = (tally.compute_ms / tally.menu_ms)[answered & (tally.compute_ms > 0) & (tally.menu_ms > 0)]
         if not len(ratio):
-            return World(overhead_ms=max(0.0, float(np.median(overhead[answered]))))
+            return World(overhead_ms=max(0.0, float(np.median(overhead[answered]))), loop_ms=self.loop_ms)
         work = tally.menu_ms[answered].sum()
         return World(
             overhead_ms=max(0.0, float(np.median(overhead[answered]))),
+            loop_ms=self.loop_ms,
             noise=float(np.log(ratio).std()),
             slowdown=float(tally.compute_ms[answered].sum() / work) / float(np.exp(np.log(ratio).var() / 2)),
         )
@@ -174,6 +190,7 @@ class Test:
             "metric": "accuracy" if self.sample.labels is not None else about.menu.metric,
             "best_quality": about.menu.best.quality,
             "overhead_ms": world.overhead_ms,
+            "loop_ms": world.loop_ms,
             "slowdown": world.slowdown,
             "noise": world.noise,
             **self._beside(world, expected, seed),
@@ -191,7 +208,10 @@ class Test:
             "oracle_quality": oracle_quality(menu.slower(world.slowdown), self.times, left, self.about.cores, images)
         }
         _, p99 = self._percentiles(self.trial)
-        for name, this in (("predicted", World(overhead_ms=world.overhead_ms)), ("simulated", world)):
+        for name, this in (
+            ("predicted", World(overhead_ms=world.overhead_ms, loop_ms=world.loop_ms)),
+            ("simulated", world),
+        ):
             trial = run_trial(
                 menu,
                 policy,

@@ -37,6 +37,7 @@ class Metrics:
 
     def __init__(self, gauges: Gauges) -> None:
         self._registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self._registry)  # CPU time and memory of the event loop, on Linux
         made: dict[str, Any] = {"registry": self._registry}
         self._requests = prometheus.Counter(
             "cnmm_requests", "Requests by what became of them.", ("outcome", "point"), **made

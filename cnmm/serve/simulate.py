@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class World:
 
     overhead_ms: float = 0.0
     """Between a client and a worker and back, besides waiting and computing."""
+    loop_ms: float = 0.0
+    """That the event loop takes from a worker's core for a request."""
     noise: float = 0.0
     """Standard deviation of the logarithm of a service time."""
     slowdown: float = 1.0
@@ -146,6 +148,10 @@ class _Service:
         }
 
     def take(self, number: int, job: Job, now: float) -> _Served:
+        served = self._compute(number, job, now)
+        return replace(served, ms=served.ms + self._world.loop_ms)
+
+    def _compute(self, number: int, job: Job, now: float) -> _Served:
         row, factor = job.row, float(self._factor[number])
         if not row.leaves:
             expected = row.ms * job.ticket.images

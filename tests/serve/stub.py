@@ -14,6 +14,8 @@ from tests.serve.menus import point_menu
 
 CLASSES = ["cat", "dog", "emu", "fox"]
 SIZE = (4, 4, 3)
+LOOP_S = 0.0005
+"""That its event loop says it computes for a request."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -126,6 +128,8 @@ class _Connection(asyncio.Protocol):
             return self.write(stub.about())
         if first.startswith("GET /v2/models/made_up "):
             return self.write(stub.describe())
+        if first.startswith("GET /metrics "):
+            return self.write(f"# HELP ...\nprocess_cpu_seconds_total {LOOP_S * len(stub.arrived):.6g}\n".encode())
         header = json.loads(body[: int(fields["inference-header-content-length"])])
         stub.requests.append(header)
         images = header["inputs"][0]["shape"][0]

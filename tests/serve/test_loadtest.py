@@ -93,6 +93,7 @@ def test_in_real_time(server):
     assert 120 < answer["p99_ms"] < 400
     assert len(trial.arrived_ms) == 200
     assert trial.latency_ms.min() > 1
+    assert answer["loop_ms"] == pytest.approx(0.5)
 
 
 def test_a_generator_that_lags_is_found_out():

@@ -13,7 +13,7 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 import cnmm
-from cnmm.serve.about import ask_about
+from cnmm.serve.about import ask_about, ask_cpu_ms
 from cnmm.serve.open_loop import parse_url
 from tests.runtime.ladders import CLASSES, SIZE
 from tests.serve.servers import served
@@ -179,6 +179,13 @@ def test_metrics_have_their_names(client, photo):
         assert f"\ncnmm_{name} " in text
     assert 'cnmm_requests_total{outcome="answered",point="e1c0"}' in text
     assert 'cnmm_exit_total{exit="1"}' in text
+
+
+def test_a_load_test_hears_what_the_event_loop_computes(server, client, photo):
+    before = ask_cpu_ms(parse_url(server.url))
+    for _ in range(30):
+        client.post("/predict?operating_point=e1c0", content=photo.read_bytes())
+    assert 0 < before < ask_cpu_ms(parse_url(server.url))
 
 
 # For machines: golden bytes

@@ -139,6 +139,9 @@ def test_a_slow_machine_and_a_way_to_go():
     usual, slow, far = (trial("adaptive", times, **world) for world in ({}, {"slowdown": 2.0}, {"overhead_ms": 3.0}))
     assert np.median(slow.latency_ms) == pytest.approx(2 * np.median(usual.latency_ms), rel=0.35)
     assert np.median(far.latency_ms - usual.latency_ms) == pytest.approx(3.0)
+    lonely = np.arange(50) * 1000.0
+    alone, shared = (trial("fixed", lonely, **world) for world in ({}, {"loop_ms": 1.5}))
+    assert shared.latency_ms - alone.latency_ms == pytest.approx(np.full(50, 1.5))
     noisy = trial("adaptive", arrival_times("poisson", 500, 3 * 2 / MENU.full_ms), noise=0.5)
     assert noisy.summary()["attainment"] > 0.98
 
