@@ -108,7 +108,8 @@ def test_the_model_in_the_package_is_the_one_that_its_ladder_runs():
     point = run.frontier.envelope()[-1].name
     with cnmm.Session("fashion", threads=1) as session:
         answer = session.predict(images[:50], point=point)
-    x = run.images.prepared.prepare(torch.from_numpy(images[:50]).permute(0, 3, 1, 2))
+    mean, std = (np.array(values, np.float32) for values in (run.preprocessing.mean, run.preprocessing.std))
+    x = torch.from_numpy(((images[:50] / np.float32(255) - mean) / std).transpose(0, 3, 1, 2))  # without its images
     with torch.no_grad():
         logits = run.settled(cnmm.named_point(run.model, point))(x, cnmm.named_point(run.model, point))
     assert np.allclose(answer.probabilities, logits.softmax(1).numpy(), atol=1e-4)
