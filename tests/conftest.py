@@ -10,11 +10,15 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from PIL import Image
 
 from tests.helpers import write_fashion
 from tests.runtime.ladders import make_ladder
 from tests.scenes import write_masks
+
+settings.register_profile("patient", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("patient")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnmm.chain import Chain, count_networks, initial_logits, to_network, to_sequence
@@ -116,7 +116,6 @@ def test_sequences_that_encode_no_network_are_refused(bad):
         to_network(bad)
 
 
-@settings(deadline=None)
 @given(cut_chains(max_maps=6))
 def test_tensors_give_the_same_as_floats_and_are_differentiable(cut):
     chain, exit, edges = cut

@@ -51,7 +51,7 @@ def test_the_order_is_the_rule(name, rule):
             assert [point.edges for point in points] == literal_order(plan, exit, rule)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.sampled_from(RULES), st.sampled_from(list_models()), st.data())
 def test_macs_fall_nothing_dead_survives_and_one_network_is_left(seed, rule, name, data):
     plan = random_plan(name, seed)

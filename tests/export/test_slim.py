@@ -59,7 +59,7 @@ def test_slim_equals_the_mixture_at_random_points(name):
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_slim_equals_the_tiny_mixtures_anywhere(seed):
     for name in ("cnmm_tiny", "cnmm_seg_tiny"):
         model = trained(name)
