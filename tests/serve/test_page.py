@@ -243,6 +243,7 @@ def test_a_burst(visit):
 def test_a_burst_leaves_a_browser_alive_that_gets_no_answers(visit):
     visit.page.add_init_script(NO_ANSWERS)
     visit.page.reload()
+    visit.expect("#link").to_have_text("connected")
     visit.page.select_option("#load", "6")
     visit.page.click("#burst")
     visit.expect("#burst").to_be_enabled(timeout=4 * PATIENCE_MS)
