@@ -1,7 +1,7 @@
 """Trains a peer on the images, the held-out images and the augmentation that a mixture would get.
 
     python -m peers.train plain_118m --data cifar10:DIR --out runs/teacher
-    python -m peers.train msdnet_lin5_s2 --data cifar10:DIR --out runs/msdnet --recipe ours --minutes 15 --seed 1
+    python -m peers.train msdnet_lin5_s2 --data cifar10:DIR --out runs/msdnet --recipe ours --minutes 27 --seed 1
     python -m peers.train espnetv2_s1 --data camvid:DIR --out runs/espnet --recipe ours --epochs 100
 
 The folder gets config.json, log.jsonl, checkpoints/ (after every epoch; --resume goes on from the last, bit by bit),
