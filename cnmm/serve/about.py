@@ -75,8 +75,11 @@ def ask_about(address: Address) -> About:
 
 
 def ask_cpu_ms(address: Address) -> float:
-    """The time that its event loop has computed so far; 0 if it does not say."""
-    status, body = _get(address, "/metrics")
+    """The time that its event loop has computed so far; 0 if it does not say, or is gone."""
+    try:
+        status, body = _get(address, "/metrics")
+    except UserError:
+        return 0.0
     found = re.search(rf"^{CPU_SECONDS} ([0-9.e+]+)$", body.decode("utf-8", "replace"), re.MULTILINE)
     return 1e3 * float(found[1]) if status == 200 and found else 0.0
 

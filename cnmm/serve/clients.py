@@ -15,7 +15,7 @@ HANGUP = "cnmm.hangup"
 
 def hangup_of(request: Request) -> Hangup:
     """That of the client who sent a request, whose body has been read."""
-    own: Hangup | None = request.scope.get("extensions", {}).get(HANGUP)
+    own: Hangup | None = request.scope.get("extensions", {}).get(HANGUP, {}).get("call")
     return own or _Watch(request)
 
 
@@ -50,6 +50,7 @@ class Hangups:
         self._listen()
         if self._over:
             call()
+            return lambda: None
         self._number = number = self._number + 1
         self._calls[number] = call
         return lambda: self._calls.pop(number, None)

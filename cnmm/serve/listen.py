@@ -177,7 +177,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {HANGUP: self._hangups}  # type: ignore[dict-item]  # what is called, not described
+        self.scope["extensions"] = {HANGUP: {"call": self._hangups}}
         if self._timer is None:
             self._expect_head()
 

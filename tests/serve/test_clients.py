@@ -28,7 +28,7 @@ def test_who_asks_too_late_is_told_at_once():
 
 def test_a_request_has_the_hangup_of_its_connection():
     hangups = Hangups(lambda: None)
-    assert hangup_of(Request({"type": "http", "extensions": {HANGUP: hangups}})) is hangups
+    assert hangup_of(Request({"type": "http", "extensions": {HANGUP: {"call": hangups}}})) is hangups
 
 
 def test_other_servers_are_asked_for_messages():

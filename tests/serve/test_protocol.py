@@ -186,6 +186,7 @@ def test_a_load_test_hears_what_the_event_loop_computes(server, client, photo):
     for _ in range(30):
         client.post("/predict?operating_point=e1c0", content=photo.read_bytes())
     assert 0 < before < ask_cpu_ms(parse_url(server.url))
+    assert ask_cpu_ms(parse_url("http://127.0.0.1:9")) == 0  # a load test outlives its server
 
 
 # For machines: golden bytes
